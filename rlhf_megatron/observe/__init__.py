@@ -1,0 +1,1 @@
+"""What a run tells: metrics, timers, the log, the progress line, the report."""

@@ -1,0 +1,66 @@
+"""Reward `gsm8k`: grade-school maths word problems with the final answer written as "#### n".
+
+The rows are those of the GSM8K data set (columns `question` and `answer`; the answer ends with "#### n"). `SYSTEM`
+shows the format by two worked examples, for `data.system` of a config; `two_shot` makes the same as turns of a chat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_megatron.rewards.numbers import parse_number
+from rlhf_megatron.rewards.registry import register
+
+MARK = "####"
+SHOTS = (
+    ("A pen costs 3 dollars. How much do 4 pens cost?", "4 pens cost 4 * 3 = 12 dollars.\n#### 12"),
+    ("Tom had 10 apples and ate 2. Then he bought 5. How many has he now?", "10 - 2 = 8 and 8 + 5 = 13.\n#### 13"),
+)
+SYSTEM = "Solve the problem. End with a line '#### n', where n is the answer.\n\n" + "\n\n".join(
+    f"Question: {question}\nAnswer: {answer}" for question, answer in SHOTS
+)
+
+
+def two_shot(question: str) -> list[dict[str, str]]:
+    """Messages: two worked examples as turns, then the question."""
+    messages = []
+    for shown, answer in SHOTS:
+        messages += [{"role": "user", "content": shown}, {"role": "assistant", "content": answer}]
+    return [*messages, {"role": "user", "content": question}]
+
+
+def final_answer(text: str) -> str | None:
+    """What stands behind the last "####", up to the end of its line; None without one."""
+    start = text.rfind(MARK)
+    return None if start < 0 else text[start + len(MARK):].partition("\n")[0].strip()
+
+
+def has_format(text: str) -> bool:
+    """True when the last line is "#### n" with a number n, and nothing follows."""
+    last_line = text.rstrip().rpartition("\n")[2].strip()
+    return last_line.startswith(MARK) and parse_number(last_line[len(MARK):]) is not None
+
+
+@register("gsm8k")
+def gsm8k(
+    prompts: list[str], responses: list[str], rows: list[dict[str, Any]], format_weight: float = 0.5
+) -> list[dict[str, float]]:
+    """format_weight * format + (1 - format_weight) * correct, each 0 or 1.
+
+    `format`: the response ends with a line "#### n" with a number n. `correct`: what follows its last "####" equals the
+    row's answer as a number ("$1,200.00" equals "1200"). Text is read by the grammar in numbers.py and never evaluated.
+
+    Components: format, correct.
+    """
+    scores = []
+    for response, row in zip(responses, rows, strict=True):
+        told = final_answer(str(row["answer"]))
+        expected = parse_number(str(row["answer"]) if told is None else told)
+        if expected is None:
+            raise ValueError(f"column 'answer' ends with {str(row['answer'])[-40:]!r}, not with '#### n' or a number")
+        given = final_answer(response)
+        correct = float(given is not None and parse_number(given) == expected)
+        form = float(has_format(response))
+        reward = format_weight * form + (1.0 - format_weight) * correct
+        scores.append({"reward": reward, "format": form, "correct": correct})
+    return scores

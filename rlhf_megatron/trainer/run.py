@@ -1,0 +1,200 @@
+"""What surrounds the loop: prompts, rewards, the algorithm's tensor functions, metrics, checkpoints, the display."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_megatron.algorithms import kl, registry
+from rlhf_megatron.algorithms.losses import denominator
+from rlhf_megatron.config.load import to_yaml
+from rlhf_megatron.controller.worker_group import WorkerGroup
+from rlhf_megatron.data.prompts import RLHFDataset
+from rlhf_megatron.data.proto import DataProto, Ragged
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.observe import metrics as metric_types
+from rlhf_megatron.observe import report
+from rlhf_megatron.observe.log import MetricsLog
+from rlhf_megatron.observe.metrics import Metric
+from rlhf_megatron.observe.progress import Progress
+from rlhf_megatron.observe.timers import Timers
+from rlhf_megatron.rewards import score
+from rlhf_megatron.trainer.batch_metrics import policy_metrics, reward_metrics
+from rlhf_megatron.trainer.checkpoints import Checkpoints
+
+
+class StepMetrics:
+    """The metrics of the step that is running; `add` merges exactly (numerators and counts, extrema)."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, Metric] = {}
+
+    def add(self, new: dict[str, Metric]) -> None:
+        self.current = metric_types.merge([self.current, new])
+
+    def take(self) -> dict[str, float]:
+        """Plain values, and a fresh start. A metric without a single count has no value and is left out."""
+        values = {name: metric.value for name, metric in self.current.items()}
+        self.current = {}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Run:
+    """One run in its folder. The loop calls its methods in the order of trainer/ppo.py.
+
+    Args:
+        config: the checked config.
+        groups: the trained roles by name ("actor", and "critic" where the algorithm has one).
+    """
+
+    def __init__(self, config: Any, groups: dict[str, WorkerGroup]) -> None:
+        self.config, self.groups = config, groups
+        self.folder = Path(config.run.folder) / config.run.name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        self.tokenizer = load_tokenizer(config.actor.model)
+        self.dataset = RLHFDataset(config.data, self.tokenizer, seed=config.trainer.seed)
+        if config.trainer.rollouts.replay is None:
+            self.dataset.check_batch(config.trainer.prompts_per_step)
+        self.algorithm = registry.get(config.algorithm.name)
+        self.kl_controller = kl.controller(config.algorithm.kl)
+        self.metrics = StepMetrics()
+        self.checkpoints = Checkpoints(self.folder, config.trainer.keep, self._meaning())
+        self.first_step, self.good_steps, self.stopped = 1, 0, False
+        resumed = self.checkpoints.find(config.trainer.resume)
+        if resumed is not None:
+            step, state = self.checkpoints.load(resumed, groups)
+            self.first_step, self.good_steps = step + 1, state["good_steps"]
+            self.dataset.load_state(state["data"])
+            self.kl_controller.load_state(state["kl"])
+            print(f"resumed from {resumed}: continuing at step {self.first_step}", flush=True)
+        self.log = MetricsLog(self.folder, resume_step=self.first_step - 1)
+        self.progress = Progress(total=config.trainer.steps, start=self.first_step - 1)
+        self.timers = Timers(on_start=self.progress.phase)
+        self._step_started = time.perf_counter()
+
+    def _meaning(self) -> dict[str, Any]:
+        """What may not change on resume. Layouts, micro-batches, logging and the number of steps may."""
+        config = self.config
+        meaning = {"actor.model": config.actor.model, "run.dtype": config.run.dtype, "trainer.seed": config.trainer.seed}
+        for section in ("data", "algorithm", "reward", "generation"):
+            for key, value in dataclasses.asdict(getattr(config, section)).items():
+                meaning[f"{section}.{key}"] = value
+        for key in ("prompts_per_step", "mini_batch_size", "epochs", "critic_warmup_steps"):
+            meaning[f"trainer.{key}"] = getattr(config.trainer, key)
+        for key in ("generation.engine", "generation.tp", "generation.batch_size"):
+            meaning.pop(key, None)
+        return meaning
+
+    # ---- the steps of the loop, in order ----
+
+    def steps(self) -> Iterator[int]:
+        """Step numbers from 1 (or after the resumed one) until the end or the stop rule."""
+        with self.progress:
+            for step in range(self.first_step, self.config.trainer.steps + 1):
+                self.timers.reset()
+                self._step_started = time.perf_counter()
+                yield step
+                if self.stopped:
+                    break
+
+    def rollout(self, actor: WorkerGroup, step: int) -> DataProto:
+        """The step's prompts with sampled responses, or the saved rollout of that step when replaying."""
+        replay = self.config.trainer.rollouts.replay
+        if replay is not None:
+            return DataProto.load(Path(replay) / f"step_{step:06d}")
+        prompts = self.dataset.next(self.config.trainer.prompts_per_step)
+        batch = prompts.repeat(self.config.generation.samples_per_prompt)
+        batch = batch.union(DataProto(non_tensors={"sample_id": list(range(len(batch)))}))
+        generated, metrics = actor.generate(batch, step=step)
+        self.metrics.add(metrics)
+        return batch.union(generated)
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Adds `token_level_scores` by the configured reward (unless a replayed rollout brings them)."""
+        if "token_level_scores" not in batch:
+            batch = batch.union(score(self.config.reward, batch, self.tokenizer))
+        self.metrics.add(reward_metrics(batch))
+        return batch
+
+    def advantages(self, batch: DataProto) -> DataProto:
+        """Adds what the algorithm makes of the whole global batch: rewards after KL, advantages, returns."""
+        lengths = batch["responses"].lengths
+        fields = {name: value.pad(0) for name, value in batch.tensors.items()
+                  if isinstance(value, Ragged) and name != "prompts" and torch.equal(value.lengths, lengths)}
+        new, metrics = self.algorithm.advantages(
+            fields, torch.tensor(batch["group_id"]), self.config.algorithm, kl_coefficient=self.kl_controller.coefficient
+        )
+        inside = batch["responses"].mask()
+        made = {name: Ragged(value[inside], lengths) for name, value in new.items()}
+        self.metrics.add(metrics)
+        self.metrics.add(policy_metrics(batch, self.config))
+        return batch.union(DataProto(tensors=made))
+
+    def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
+        """The optimizer updates of the step, each with the one global denominator of its loss in `meta`."""
+        trainer, algorithm = self.config.trainer, self.config.algorithm
+        for epoch in range(trainer.epochs):
+            # The whole batch in one update needs no order; otherwise every epoch has its own, fixed by seed and step.
+            seed = None if not trainer.mini_batch_size else hash((trainer.seed, step, epoch)) & 0x7FFFFFFF
+            for mini in batch.mini_batches(trainer.mini_batch_size or len(batch), shuffle_seed=seed):
+                mask = mini["response_mask"].pad(False)
+                mini.meta["denominator"] = denominator(mask, algorithm.loss_aggregation)
+                mini.meta["kl_coefficient"] = self.kl_controller.coefficient
+                if mini.meta["denominator"] > 0:
+                    yield mini
+                else:
+                    self.metrics.add({"actor/empty_updates": metric_types.Sum(1)})
+
+    def trains_actor(self, step: int) -> bool:
+        """False while only the critic is warmed up."""
+        return step > self.config.trainer.critic_warmup_steps
+
+    def end_step(self, step: int, batch: DataProto) -> None:
+        """Log, adapt the KL coefficient, save, decide whether to stop."""
+        config, trainer = self.config, self.config.trainer
+        seconds = time.perf_counter() - self._step_started
+        tokens = int(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
+        values = self.metrics.take()
+        values |= {name: metric.value for name, metric in self.timers.metrics().items()}
+        values["timing/step"] = seconds
+        values["perf/tokens_per_second"] = tokens / seconds
+        self.kl_controller.update(values.get("kl/ref"), len(batch))
+        gap = values.get("rollout/log_prob_gap")
+        if gap is not None and gap > trainer.log_prob_gap_limit:
+            self.progress.say(
+                f"warning: step {step}: rollout/log_prob_gap {gap:.3g} is above trainer.log_prob_gap_limit "
+                f"{trainer.log_prob_gap_limit:g}: the sampler does not score with the trainer's weights (stale weights "
+                "after the last update, another temperature, or a lower precision)"
+            )
+        if trainer.rollouts.save:
+            batch.select([name for name in batch.names() if name not in _MADE_BY_THE_LOOP]).save(
+                self.folder / "rollouts" / f"step_{step:06d}"
+            )
+        self.log.write(step, values)
+        self.progress.step(step, values)
+        reached = trainer.stop_reward is not None and values["reward/mean"] >= trainer.stop_reward
+        self.good_steps = self.good_steps + 1 if reached else 0
+        self.stopped = trainer.stop_reward is not None and self.good_steps >= trainer.stop_patience
+        last = self.stopped or step == trainer.steps
+        if trainer.save_every and (step % trainer.save_every == 0 or last):
+            state = {"data": self.dataset.state(), "kl": self.kl_controller.state(), "good_steps": self.good_steps}
+            path = self.checkpoints.save(step, self.groups, state)
+            if trainer.save_hf == "save":
+                self.groups["actor"].export(directory=str(self.folder / "hf" / path.name))
+
+    def finish(self) -> None:
+        """Export the final HF checkpoint, draw the curves, print where the time went."""
+        if self.config.trainer.save_hf == "end":
+            print(f"HF checkpoint: {self.groups['actor'].export(directory=str(self.folder / 'hf' / 'final'))}", flush=True)
+        self.log.close()
+        print(report.write(self.folder), flush=True)
+
+
+# Made anew from a replayed rollout; saving them would tie it to the weights of the run that wrote it.
+_MADE_BY_THE_LOOP = {"old_log_probs", "ref_log_probs", "values", "entropy", "advantages", "returns", "token_level_rewards"}

@@ -1,0 +1,75 @@
+"""What every Megatron role does at start-up: read the model's shape, build the engine, load exactly its own slices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlhf_megatron.layouts.hf import read_spec
+from rlhf_megatron.layouts.mcore import MegatronLayout
+from rlhf_megatron.layouts.spec import ParallelLayout
+from rlhf_megatron.mcore.engine import MegatronEngine
+from rlhf_megatron.reshard import files
+from rlhf_megatron.workers.base import RankContext, Worker, method
+
+
+def model_directory(role: str, config: Any) -> str:
+    """The HF directory that a role starts from; a role without its own `model` starts from the actor's."""
+    return getattr(config, role).model or config.actor.model
+
+
+class MegatronWorker(Worker):
+    """One rank of a role whose model is a Megatron model.
+
+    Subclasses name the `head` ("lm" or "value") and whether the role is `trainable`.
+    """
+
+    head = "lm"
+    trainable = False
+
+    def __init__(self, role: str, config: Any, context: RankContext) -> None:
+        super().__init__(role, config, context)
+        settings = getattr(config, role)
+        self.model_dir = model_directory(role, config)
+        self.spec = read_spec(self.model_dir)
+        self.parallel = ParallelLayout.build(context.size, settings.parallel.tp, settings.parallel.pp)
+        self.layout = MegatronLayout(self.spec, self.parallel, head=self.head)
+        self.engine = MegatronEngine(
+            self.spec,
+            self.parallel,
+            head=self.head,
+            trainable=self.trainable,
+            dtype=config.run.dtype,
+            micro_batch_size=settings.micro_batch_size,
+            optimizer=settings.optimizer if self.trainable else None,
+            total_steps=self.optimizer_steps(),
+            seed=config.trainer.seed,
+        )
+        self.layout.check_tensors(context.rank, {name: tuple(t.shape) for name, t in self.engine.tensors().items()})
+        with torch.no_grad():
+            files.load_hf(self.model_dir, self.layout, context.rank, self.engine.tensors())
+        self.engine.weights_loaded()
+
+    def optimizer_steps(self) -> int:
+        """Optimizer updates of the whole run: what a decaying learning-rate schedule is stretched over."""
+        trainer = self.config.trainer
+        responses = trainer.prompts_per_step * self.config.generation.samples_per_prompt
+        minis = -(-responses // (trainer.mini_batch_size or responses))
+        return trainer.steps * trainer.epochs * minis
+
+    @method(split=None)
+    def save(self, directory: str) -> None:
+        """Write model, optimizer and RNG state into `directory` (collective over the pool)."""
+        self.engine.save(directory)
+
+    @method(split=None)
+    def load(self, directory: str) -> None:
+        """Load what `save` wrote; the parallel layout may differ (collective over the pool)."""
+        self.engine.load(directory)
+
+    @method(split=None)
+    def export(self, directory: str) -> str:
+        """Write an HF checkpoint directory in the run's dtype (collective over the pool)."""
+        files.save_hf(directory, self.layout, self.context.rank, self.engine.tensors(), source_dir=self.model_dir)
+        return directory

@@ -1,0 +1,212 @@
+"""The main job on the tiny demo model, whole: the same run in every placement, replay, resume, refusal, stale weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import run_job, run_loop
+
+from rlhf_megatron.data.proto import DataProto
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML = ROOT / "yaml_configs" / "demo_ppo_cpu.yaml"
+
+# placement -> (ranks, overrides)
+PLACEMENTS = {
+    "inline": (1, ["--single"]),
+    "torchrun 1": (1, ["{all}.tp=1", "{all}.pp=1"]),
+    "torchrun 2": (2, ["{all}.tp=2", "{all}.pp=1"]),
+    "torchrun 4": (4, ["{all}.tp=1", "{all}.pp=2"]),
+}
+
+
+def arguments(demo: Path, runs: Path, name: str, *overrides: str) -> list[str]:
+    """A short run of the demo's YAML: 8 prompts x 4 responses, fp32."""
+    given = [
+        f"run.name={name}", f"run.folder={runs}", f"data.train={demo}/copy_train.jsonl", f"actor.model={demo}/model",
+        "trainer.prompts_per_step=8", "generation.samples_per_prompt=4", "trainer.steps=3", "trainer.stop_reward=null",
+        "actor.micro_batch_size=2", "critic.micro_batch_size=4", "reference.micro_batch_size=8", "trainer.save_hf=never",
+        "actor.optimizer.lr=1e-4", "critic.optimizer.lr=1e-4",
+    ]
+    for override in overrides:
+        if override.startswith("{all}"):
+            given += [override.replace("{all}", f"{role}.parallel") for role in ("actor", "critic", "reference")]
+        else:
+            given.append(override)
+    flags = [item for item in given if item.startswith("--")]
+    return [str(YAML), *flags, *[item for item in given if not item.startswith("--")]]
+
+
+def metrics(runs: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def succeeded(result) -> None:
+    assert result.codes == [0] * len(result.codes), result.output[-4000:]
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Path:
+    from examples.make_demo_model import make
+
+    folder = tmp_path_factory.mktemp("demo")
+    make(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recorded(demo, tmp_path_factory) -> Path:
+    """Three steps in one process whose rollouts are saved: what all other placements are held against."""
+    runs = tmp_path_factory.mktemp("runs")
+    succeeded(run_job(arguments(demo, runs, "inline", "--single", "trainer.rollouts.save=true"), ranks=1))
+    return runs
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("placement", [p for p in PLACEMENTS if p != "inline"])
+def test_every_placement_samples_the_same_tokens(demo, recorded, tmp_path, placement):
+    ranks, overrides = PLACEMENTS[placement]
+    succeeded(run_job(arguments(demo, tmp_path, "run", *overrides, "trainer.steps=1", "trainer.rollouts.save=true"), ranks))
+    expected = DataProto.load(recorded / "inline" / "rollouts" / "step_000001")
+    found = DataProto.load(tmp_path / "run" / "rollouts" / "step_000001")
+    assert found["responses"].to_list() == expected["responses"].to_list()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("placement", [p for p in PLACEMENTS if p != "inline"])
+def test_replayed_rollouts_give_equal_metrics_in_every_placement(demo, recorded, tmp_path, placement):
+    ranks, overrides = PLACEMENTS[placement]
+    replay = f"trainer.rollouts.replay={recorded}/inline/rollouts"
+    succeeded(run_job(arguments(demo, tmp_path, "run", *overrides, replay), ranks))
+    expected, found = metrics(recorded, "inline"), metrics(tmp_path, "run")
+    assert len(found) == 3
+    for one, other in zip(expected, found, strict=True):
+        for name in one:
+            if name.startswith(("reward/", "kl/", "actor/", "critic/", "response/")):
+                assert other[name] == pytest.approx(one[name], abs=1e-5, rel=1e-5), (name, one["step"])
+
+
+@pytest.mark.timeout(240)
+def test_sampler_and_trainer_agree_and_every_replica_generates_its_share(demo, recorded):
+    for line in metrics(recorded, "inline"):
+        assert line["rollout/log_prob_gap"] < 1e-5
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", [("tp=2", "pp=2"), ("tp=2", "pp=1")], ids=["tp2pp2", "tp2dp2"])
+def test_generation_weights_are_bit_equal_after_every_reshard_and_new_weights_are_used(demo, tmp_path, layout):
+    def loop(config, groups) -> int:
+        from rlhf_megatron.trainer.run import Run
+
+        run = Run(config, {name: groups[name] for name in ("actor", "critic")})
+        actor, critic, reference = groups["actor"], groups["critic"], groups["reference"]
+        for step in run.steps():
+            batch = run.rollout(actor, step)
+            shares = run.metrics.current["rollout/rows_per_replica"].value
+            assert shares == len(batch) / 4, shares
+            assert actor.verify_generation_weights() == []
+            batch = run.score(batch)
+            batch = batch.union(actor.log_probs(batch))
+            gap = (batch["old_log_probs"].values - batch["rollout_log_probs"].values).abs().mean().item()
+            assert gap < 1e-5, gap
+            batch = batch.union(reference.log_probs(batch)).union(critic.values(batch))
+            batch = run.advantages(batch)
+            for mini in run.mini_batches(batch, step):
+                actor.update(mini)
+            assert actor.verify_generation_weights() != []  # the trainer has moved on: the check can fail
+            run.end_step(step, batch)
+        print("checked", step)
+        return 0
+
+    result = run_loop(arguments(demo, tmp_path, "run", *(f"{{all}}.{degree}" for degree in layout), "trainer.steps=3",
+                                "actor.optimizer.lr=1e-2"), 4, loop)
+    succeeded(result)
+    assert "checked 3" in result.output
+
+
+@pytest.mark.timeout(240)
+def test_stale_generation_weights_raise_the_gap_and_warn(demo, tmp_path):
+    from rlhf_megatron.workers.actor import ActorWorker
+
+    class StaleActor(ActorWorker):
+        """Enters generation without resharding after the first step."""
+
+        def generate(self, batch, step, greedy=False):
+            if step > 1:
+                self.session = _NoReshard(self.generator)
+            return super().generate(batch, step=step, greedy=greedy)
+
+    def loop(config, groups) -> int:
+        from rlhf_megatron.train import loop as train_loop
+
+        return train_loop(config, groups)
+
+    common = ["{all}.tp=1", "{all}.pp=1", "actor.optimizer.lr=3e-2", "trainer.steps=3"]
+    stale = run_loop(arguments(demo, tmp_path, "stale", *common), 1, loop, workers={"actor": StaleActor})
+    healthy = run_loop(arguments(demo, tmp_path, "healthy", *common), 1, loop)
+    succeeded(stale)
+    succeeded(healthy)
+    assert "rollout/log_prob_gap" in stale.output and "stale" in stale.output
+    assert "log_prob_gap_limit" not in healthy.output
+    assert metrics(tmp_path, "stale")[-1]["rollout/log_prob_gap"] > 0.05
+    assert metrics(tmp_path, "healthy")[-1]["rollout/log_prob_gap"] < 1e-5
+
+
+class _NoReshard:
+    """Stands in for a generation session that forgets to bring the weights over."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def __enter__(self):
+        return self.engine
+
+    def __exit__(self, *error):
+        return None
+
+
+@pytest.mark.timeout(300)
+def test_resume_continues_exactly_and_at_another_layout(demo, tmp_path):
+    straight = ["{all}.tp=2", "{all}.pp=1", "trainer.save_every=2", "trainer.steps=4", "trainer.keep=1"]
+    succeeded(run_job(arguments(demo, tmp_path, "straight", *straight), 2))
+    succeeded(run_job(arguments(demo, tmp_path, "parts", *straight[:3], "trainer.steps=2"), 2))
+    succeeded(run_job(arguments(demo, tmp_path, "parts", *straight, "trainer.resume=auto"), 2))
+    assert [p.name for p in (tmp_path / "parts" / "checkpoints").iterdir() if p.name.startswith("step_")] == ["step_000004"]
+    moved = ["{all}.tp=1", "{all}.pp=2", "trainer.steps=4",
+             "trainer.resume=" + str(tmp_path / "moved" / "checkpoints" / "step_000002")]
+    succeeded(run_job(arguments(demo, tmp_path, "moved", *straight[:3], "trainer.steps=2"), 2))
+    succeeded(run_job(arguments(demo, tmp_path, "moved", *moved), 2))
+    expected = metrics(tmp_path, "straight")
+    for name, tolerance in (("parts", 0.0), ("moved", 2e-5)):
+        found = metrics(tmp_path, name)
+        assert [line["step"] for line in found] == [1, 2, 3, 4]
+        for one, other in zip(expected, found, strict=True):
+            for key in one:
+                if key.startswith(("reward/", "kl/", "actor/", "critic/", "response/")):
+                    assert other[key] == pytest.approx(one[key], abs=tolerance, rel=tolerance), (name, key, one["step"])
+    refused = run_job(arguments(demo, tmp_path, "parts", *straight, "trainer.resume=auto", "algorithm.lam=0.5"), 2)
+    assert all(code != 0 for code in refused.codes) and "algorithm.lam" in refused.output
+
+
+@pytest.mark.timeout(120)
+def test_a_refused_config_ends_all_ranks_with_one_message(demo, tmp_path):
+    result = run_job(arguments(demo, tmp_path, "run", "{all}.tp=3", "trainer.mini_batch_size=7"), 4)
+    assert result.codes == [2, 2, 2, 2]
+    assert result.output.count("refused") == 1
+    assert "tp" in result.output and "mini_batch_size" in result.output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.timeout(240)
+def test_the_exported_checkpoint_loads_in_transformers(demo, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    succeeded(run_job(arguments(demo, tmp_path, "run", "{all}.tp=2", "{all}.pp=2", "trainer.steps=1", "trainer.save_hf=end"), 4))
+    final = tmp_path / "run" / "hf" / "final"
+    model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(final)("aaa:")["input_ids"] == AutoTokenizer.from_pretrained(demo / "model")("aaa:")["input_ids"]
+    assert (tmp_path / "run" / "report.png").stat().st_size > 1000
+    assert list((tmp_path / "run" / "tensorboard").iterdir())

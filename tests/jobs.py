@@ -1,0 +1,123 @@
+"""Whole jobs in tests: the ranks are forked from this process (imports once), set up as a launcher sets them up.
+
+    result = run_job(["config.yaml", "trainer.steps=2"], ranks=4)
+    result.codes == [0, 0, 0, 0]; result.output has what all ranks printed
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import signal
+
+
+@dataclass
+class JobResult:
+    codes: list[int]     # exit code per rank; negative: ended by that signal; None never happens (the timeout kills)
+    output: str          # stdout and stderr of all ranks
+    seconds: float
+    timed_out: bool
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fork_job(ranks: int, main: Callable[[], int], timeout: float = 120.0) -> JobResult:
+    """Run `main()` in `ranks` forked processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set."""
+    port, started = free_port(), time.monotonic()
+    with tempfile.TemporaryFile() as out:
+        pids: dict[int, int] = {}
+        for rank in range(ranks):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                _child(rank, ranks, port, out.fileno(), main)
+            pids[pid] = rank
+        codes: list[int | None] = [None] * ranks
+        everyone, timed_out, first_end = list(pids), False, None
+        while pids:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in pids:
+                codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+                first_end = first_end or time.monotonic()
+            elif time.monotonic() - started > timeout:
+                timed_out = True
+                for left in pids:
+                    _kill_group(left)
+            else:
+                time.sleep(0.02)
+        for pid in everyone:  # grandchildren, if a rank left any behind
+            _kill_group(pid)
+        out.seek(0)
+        text = out.read().decode(errors="replace")
+    return JobResult([code if code is not None else -1 for code in codes], text, time.monotonic() - started, timed_out)
+
+
+def run_job(arguments: list[str], ranks: int, timeout: float = 120.0) -> JobResult:
+    """`python -m rlhf_megatron.train ARGUMENTS` on `ranks` forked processes."""
+    from rlhf_megatron import train
+
+    return fork_job(ranks, lambda: train.main([str(a) for a in arguments]), timeout)
+
+
+def run_loop(
+    arguments: list[str], ranks: int, loop: Callable[[Any, dict[str, Any]], int], timeout: float = 120.0,
+    workers: dict[str, Any] | None = None,
+) -> JobResult:
+    """Like run_job, with another loop(config, groups) in the place of the trainer's, and other worker classes by role."""
+    from rlhf_megatron import devices, train
+    from rlhf_megatron.controller.transports import transport
+
+    def main() -> int:
+        config = train.read_config(train.parse_arguments([str(a) for a in arguments]), ranks)
+        devices.choose(config.run.device)
+        roles = train.roles_of(config) | (workers or {})
+        folder = Path(config.run.folder) / config.run.name
+        return transport(config.cluster.transport).run(
+            config, roles, lambda groups: loop(config, groups), log_folder=folder
+        )
+
+    return fork_job(ranks, main, timeout)
+
+
+def _child(rank: int, ranks: int, port: int, out: int, main: Callable[[], int]) -> None:
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        for name in [n for n in os.environ if n.startswith(("TORCHELASTIC_", "SLURM_"))]:
+            del os.environ[name]
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        code = main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
