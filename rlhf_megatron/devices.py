@@ -1,0 +1,99 @@
+"""The only file that knows CPU/gloo from CUDA/NCCL: device, backend, dtype, memory.
+
+`choose` decides once per process; everything else asks here.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+CHOICES = ("auto", "cpu", "cuda")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_chosen: torch.device | None = None
+
+
+def choose(name: str = "auto") -> torch.device:
+    """Decide the device of this process: "auto" takes CUDA where there is one. LOCAL_RANK names the GPU.
+
+    Raises:
+        RuntimeError: "cuda" on a machine without a usable GPU, or a LOCAL_RANK without a GPU of its own.
+    """
+    global _chosen
+    if name not in CHOICES:
+        raise ValueError(f"run.device={name!r}: one of {', '.join(CHOICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"run.device is cuda, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and check the "
+            "driver, or set run.device=cpu"
+        )
+    if name == "cpu" or not torch.cuda.is_available():
+        _chosen = torch.device("cpu")
+        return _chosen
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise RuntimeError(f"LOCAL_RANK is {index}, but this host has {count} GPUs; start at most {count} ranks on it")
+    _chosen = torch.device("cuda", index)
+    torch.cuda.set_device(_chosen)
+    return _chosen
+
+
+def device() -> torch.device:
+    """The device of this process (chosen as "auto" if nobody chose before)."""
+    return _chosen if _chosen is not None else choose()
+
+
+def is_cuda() -> bool:
+    return device().type == "cuda"
+
+
+def backend() -> str:
+    """torch.distributed backend of the device."""
+    return "nccl" if is_cuda() else "gloo"
+
+
+def gpu_count() -> int:
+    """GPUs that this process could use. Does not choose a device, and does not initialise CUDA."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def dtype(name: str) -> torch.dtype:
+    """torch dtype of a config's name for it."""
+    if name not in DTYPES:
+        raise ValueError(f"run.dtype={name!r}: one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def synchronize() -> None:
+    """Wait for the device to finish what was asked of it (nothing to wait for on CPU)."""
+    if is_cuda():
+        torch.cuda.synchronize()
+
+
+def memory_peak_mb() -> float:
+    """Peak memory in MiB since `reset_memory_peak`: allocated by torch on a GPU, resident set of the process on CPU."""
+    if is_cuda():
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    except OSError:
+        pass
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def reset_memory_peak() -> None:
+    """Start a new peak. On CPU this needs Linux's /proc/self/clear_refs; where it cannot be written the old peak stays."""
+    if is_cuda():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass

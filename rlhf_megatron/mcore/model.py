@@ -1,0 +1,171 @@
+"""ModelSpec -> a Megatron model of this rank, whose forward ends at the hidden states.
+
+The head is applied by the engine, on response positions only: logits of prompts and padding never exist.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rlhf_megatron import devices
+from rlhf_megatron.layouts.spec import ModelSpec, ParallelLayout, padded_vocab
+from rlhf_megatron.mcore import cpu_seam
+
+cpu_seam.install()  # before anything of megatron.core is imported
+
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+from rlhf_megatron.mcore.attention import SDPACoreAttention  # noqa: E402
+from rlhf_megatron.mcore.norms import RMSNorm  # noqa: E402
+
+try:
+    import transformer_engine  # noqa: F401
+
+    HAVE_TE = True
+except ImportError:
+    HAVE_TE = False
+
+
+def uses_transformer_engine() -> bool:
+    """Whether models are built from transformer-engine's layers: with CUDA and the package. That path was not run yet."""
+    return HAVE_TE and devices.is_cuda()
+
+
+def norm_names() -> str:
+    """MegatronLayout's `norm_names` for the models that `build_model` makes here."""
+    return "te" if uses_transformer_engine() else "local"
+
+
+def transformer_config(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's config. Fusions are off where transformer-engine is missing: they would compile on the first step."""
+    if spec.norm != "rms" or spec.activation != "silu" or not spec.gated:
+        raise ValueError(
+            f"{spec.family}: norm {spec.norm!r}, activation {spec.activation!r}, gated {spec.gated} cannot be built yet; "
+            "supported are RMS norms with a gated SiLU MLP"
+        )
+    fused = uses_transformer_engine()
+    return TransformerConfig(
+        num_layers=spec.num_layers, hidden_size=spec.hidden_size, ffn_hidden_size=spec.ffn_hidden_size,
+        num_attention_heads=spec.num_heads, num_query_groups=spec.num_kv_heads, kv_channels=spec.head_dim,
+        normalization="RMSNorm", layernorm_epsilon=spec.norm_eps, qk_layernorm=spec.qk_norm,
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, add_qkv_bias=spec.qkv_bias,
+        hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
+        # Initial weights are overwritten by those loaded; the draw itself would be slow and mean nothing.
+        use_cpu_initialization=not devices.is_cuda(), perform_initialization=False,
+        calculate_per_token_loss=True, batch_p2p_comm=True, batch_p2p_sync=False, attention_softmax_in_fp32=True,
+        bias_activation_fusion=fused, bias_dropout_fusion=fused, apply_rope_fusion=False, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False,
+    )
+
+
+def build_model(
+    spec: ModelSpec, layout: ParallelLayout, groups: ProcessGroupCollection, dtype: torch.dtype, head: str = "lm",
+    trainable: bool = True,
+) -> HiddenStatesModel:
+    """This rank's part of the model, on the device. Weights are whatever memory held: load them before use.
+
+    Call inside `groups.use`. head "value": no logits layer; `output_layer.weight` [1, H] is the value head, starting at 0.
+    """
+    broken = layout.validate(spec)
+    if broken:
+        raise ValueError("; ".join(broken))
+    model = HiddenStatesModel(spec, transformer_config(spec, layout, dtype), layout, groups, head)
+    model.requires_grad_(trainable)
+    return model.to(devices.device())
+
+
+class HiddenStatesModel(GPTModel):
+    """GPTModel whose last stage returns the final hidden states [T, B, H] (after the final norm) instead of logits."""
+
+    def __init__(
+        self, spec: ModelSpec, config: TransformerConfig, layout: ParallelLayout, groups: ProcessGroupCollection, head: str
+    ) -> None:
+        stage = groups.pp.rank()
+        value = head == "value"
+        super().__init__(
+            config=config, transformer_layer_spec=block_spec(spec, len(layout.stage_layers(spec.num_layers, stage))),
+            # A value head needs no logits layer; the smallest that divides is allocated and at once replaced.
+            vocab_size=padded_vocab(spec.vocab_size, layout.tp), max_sequence_length=spec.max_positions,
+            pre_process=stage == 0, post_process=stage == layout.pp - 1, parallel_output=True,
+            share_embeddings_and_output_weights=spec.tied and not value,
+            position_embedding_type="rope", rotary_base=spec.rope_theta, pg_collection=groups,
+        )
+        self.rotary_pos_emb.inv_freq = inverse_frequencies(spec).to(self.rotary_pos_emb.inv_freq.device)
+        if value and self.post_process:
+            self.output_layer = ValueHead(config, groups.tp)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class ValueHead(torch.nn.Module):
+    """The weight [1, H] of a critic's head, the same on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        group = (metadata or {}).get("dp_cp_group")
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, {}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=group
+        )
+
+
+def block_spec(spec: ModelSpec, layers: int) -> TransformerBlockSubmodules:
+    """Layer specs of one stage."""
+    if uses_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TENorm)
+    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    if spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
+    """[head_dim / 2] fp32 rotation speeds. Su et al. 2021, https://arxiv.org/abs/2104.09864.
+
+    "linear" scaling divides all by the factor (Chen et al. 2023, https://arxiv.org/abs/2306.15595); "llama3" divides the slow
+    ones, keeps the fast ones and blends between (Llama 3.1's published reference code).
+    """
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    plain = 1.0 / (spec.rope_theta**exponents)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain
+    factor = scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return plain / factor
+    low, high, old = (scaling[k] for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    wavelength = 2 * math.pi / plain
+    scaled = torch.where(wavelength > old / low, plain / factor, plain)
+    smooth = (old / wavelength - low) / (high - low)
+    blended = (1 - smooth) * scaled / factor + smooth * scaled
+    medium = (wavelength >= old / high) & (wavelength <= old / low)
+    return torch.where(medium, blended, scaled)
