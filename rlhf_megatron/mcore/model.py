@@ -65,8 +65,10 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dty
         hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
-        # Initial weights are overwritten by those loaded; the draw itself would be slow and mean nothing.
-        use_cpu_initialization=not devices.is_cuda(), perform_initialization=False,
+        # All weights are loaded, so drawing them would be slow and mean nothing. Initialisation as such stays on: it also tags
+        # parameters as tensor-parallel, and the gradient norm counts only the first rank's share of those without the tag.
+        use_cpu_initialization=not devices.is_cuda(), init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_, embedding_init_method=torch.nn.init.zeros_,
         calculate_per_token_loss=True, batch_p2p_comm=True, batch_p2p_sync=False, attention_softmax_in_fp32=True,
         bias_activation_fusion=fused, bias_dropout_fusion=fused, apply_rope_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False,
@@ -77,7 +79,7 @@ def build_model(
     spec: ModelSpec, layout: ParallelLayout, groups: ProcessGroupCollection, dtype: torch.dtype, head: str = "lm",
     trainable: bool = True,
 ) -> HiddenStatesModel:
-    """This rank's part of the model, on the device. Weights are whatever memory held: load them before use.
+    """This rank's part of the model, on the device. Weights are zero, and norms one, until they are loaded.
 
     Call inside `groups.use`. head "value": no logits layer; `output_layer.weight` [1, H] is the value head, starting at 0.
     """
