@@ -21,7 +21,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example actor.optimizer.lr=1e-5")
     parser.add_argument("--single", action="store_true",
                         help="one process: sets every parallel degree to 1 and cluster.transport to inline, and says so")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def read_config(arguments: argparse.Namespace, ranks: int) -> Any:

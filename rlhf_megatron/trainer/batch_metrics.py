@@ -31,7 +31,7 @@ def policy_metrics(batch: DataProto, config: Any) -> dict[str, Metric]:
     """
     mask = batch["response_mask"].pad(False)
     metrics: dict[str, Metric] = {}
-    if "entropy" in batch:
+    if "entropy" in batch and config.algorithm.entropy_coefficient == 0.0:  # else the loss reports it, during the update
         entropy = batch["entropy"].pad(0.0)
         metrics["actor/entropy"] = Mean(torch.where(mask, entropy, 0.0).sum(dtype=torch.float64), mask.sum())
     comparable = config.generation.log_probs == "processed" or config.generation.temperature == 1.0

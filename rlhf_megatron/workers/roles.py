@@ -10,6 +10,7 @@ from rlhf_megatron.layouts.hf import read_spec
 from rlhf_megatron.layouts.mcore import MegatronLayout
 from rlhf_megatron.layouts.spec import ParallelLayout
 from rlhf_megatron.mcore.engine import MegatronEngine
+from rlhf_megatron.mcore.model import norm_names
 from rlhf_megatron.reshard import files
 from rlhf_megatron.workers.base import RankContext, Worker, method
 
@@ -34,7 +35,7 @@ class MegatronWorker(Worker):
         self.model_dir = model_directory(role, config)
         self.spec = read_spec(self.model_dir)
         self.parallel = ParallelLayout.build(context.size, settings.parallel.tp, settings.parallel.pp)
-        self.layout = MegatronLayout(self.spec, self.parallel, head=self.head)
+        self.layout = MegatronLayout(self.spec, self.parallel, head=self.head, norm_names=norm_names())
         self.engine = MegatronEngine(
             self.spec,
             self.parallel,
@@ -46,7 +47,6 @@ class MegatronWorker(Worker):
             total_steps=self.optimizer_steps(),
             seed=config.trainer.seed,
         )
-        self.layout.check_tensors(context.rank, {name: tuple(t.shape) for name, t in self.engine.tensors().items()})
         with torch.no_grad():
             files.load_hf(self.model_dir, self.layout, context.rank, self.engine.tensors())
         self.engine.weights_loaded()
