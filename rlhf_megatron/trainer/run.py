@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,7 +192,11 @@ class Run:
     def finish(self) -> None:
         """Export the final HF checkpoint, draw the curves, print where the time went."""
         if self.config.trainer.save_hf == "end":
-            print(f"HF checkpoint: {self.groups['actor'].export(directory=str(self.folder / 'hf' / 'final'))}", flush=True)
+            final = self.folder / "hf" / "final"
+            if final.exists():  # of an earlier run under this name: kept, like its metrics
+                number = next(n for n in itertools.count(1) if not final.with_name(f"final.{n}").exists())
+                final.rename(final.with_name(f"final.{number}"))
+            print(f"HF checkpoint: {self.groups['actor'].export(directory=str(final))}", flush=True)
         self.log.close()
         print(report.write(self.folder), flush=True)
 
