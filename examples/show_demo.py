@@ -31,7 +31,8 @@ def main() -> None:
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     train = config["data"]["train"]
     rows = Path(train if isinstance(train, str) else train[0]).read_text(encoding="utf-8").splitlines()
-    prompts = list(dict.fromkeys(json.loads(row)[config["data"]["prompt_key"]] for row in rows))[:3]
+    prompts = list(dict.fromkeys(json.loads(row)[config["data"]["prompt_key"]] for row in rows))
+    prompts = [prompts[0], prompts[len(prompts) // 2], prompts[-1]]
     tokens = config["generation"]["max_response_tokens"]
     before = answers(Path(config["actor"]["model"]), prompts, tokens)
     after = answers(folder / "hf" / "final", prompts, tokens)

@@ -92,7 +92,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
+    parser.add_argument("--skip-existing", action="store_true", help="an output that is there already is left as it is")
     arguments = parser.parse_args(argv)
+    if arguments.skip_existing and (arguments.out / "config.json").is_file():
+        print(f"{arguments.out}: there already")
+        return 0
     started = time.monotonic()
     try:
         gguf = arguments.gguf or packaged_gguf(arguments.package)
