@@ -1,4 +1,5 @@
-"""Every test: one thread per process (many ranks share few cores), and tests/ importable (`from ranks import run_ranks`)."""
+"""Every test: one thread per process (many ranks share few cores), and tests/ importable (`from ranks import
+run_ranks`)."""
 
 import os
 import sys

@@ -2,8 +2,8 @@
 
     run_ranks(4, body, argument)      # body(rank, argument) on each of four ranks; returns [body's return value, ...]
 
-The parent has imported everything already, so forking costs milliseconds where starting interpreters costs seconds. Each
-child leads its own process group and is killed with everything it started when the call ends, however it ends.
+The parent has imported everything already, so forking costs milliseconds where starting interpreters costs seconds.
+Each child leads its own process group and is killed with everything it started when the call ends, however it ends.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
         return error / 2, torch.zeros_like(error, dtype=torch.bool)
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     clipped_error = (clipped - returns).square()
-    return torch.maximum(error, clipped_error) / 2, clipped_error > error
+    # inside the clip the two errors differ by rounding only, which is no clipping
+    binds = ((values - old_values).abs() > clip) & (clipped_error > error)
+    return torch.maximum(error, clipped_error) / 2, binds
 
 
 class ActorLoss:

@@ -1,7 +1,8 @@
 """Boxes of canonical tensors, where ranks keep them, and the interface every layout offers. Torch-free.
 
-A canonical tensor is named and shaped as in the published safetensors files. A box is a hyper-rectangle of one; a placement
-says where a rank keeps a box. Whatever holds weights (files, Megatron ranks, an engine) is a `Layout`: a set of placements.
+A canonical tensor is named and shaped as in the published safetensors files. A box is a hyper-rectangle of one; a
+placement says where a rank keeps a box. Whatever holds weights (files, Megatron ranks, an engine) is a `Layout`: a
+set of placements.
 """
 
 from __future__ import annotations

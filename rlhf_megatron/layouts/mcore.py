@@ -1,4 +1,5 @@
-"""Where megatron-core's ranks keep the weights: GPTModel parameter names and shapes per rank, as placements. Torch-free."""
+"""Where megatron-core's ranks keep the weights: GPTModel parameter names and shapes per rank, as placements.
+Torch-free."""
 
 from __future__ import annotations
 

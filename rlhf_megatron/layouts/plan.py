@@ -1,8 +1,8 @@
 """Intersect two layouts: who sends which elements to whom, what stays on its rank, in which rounds. Pure Python.
 
-A plan is checked when it is made (every element of the target exactly once) and worked out rank by rank when asked, so that a
-cluster of thousands costs each rank only its own share. Every rank derives the same messages in the same order: a sender and
-a receiver never talk about a plan.
+A plan is checked when it is made (every element of the target exactly once) and worked out rank by rank when asked,
+so that a cluster of thousands costs each rank only its own share. Every rank derives the same messages in the same
+order: a sender and a receiver never talk about a plan.
 """
 
 from __future__ import annotations
@@ -85,15 +85,16 @@ def make_plan(source: Layout, target: Layout, itemsize: int = 4, round_bytes: in
               interleave: bool = True) -> ReshardPlan:
     """Plan from `source` to `target`. itemsize: bytes per element on the wire (the target's dtype).
 
-    round_bytes bounds what one rank receives in one round (a single row of a tensor is never cut). interleave: order tensors so
-    that each round draws on every pipeline stage; False keeps the canonical order (for streaming to files).
-    PlanError names missing, extra, misshapen and doubled tensors.
+    round_bytes bounds what one rank receives in one round (a single row of a tensor is never cut). interleave:
+    order tensors so that each round draws on every pipeline stage; False keeps the canonical order (for streaming
+    to files). PlanError names missing, extra, misshapen and doubled tensors.
     """
     return ReshardPlan(source, target, itemsize, round_bytes, interleave)
 
 
 class ReshardPlan:
-    """See make_plan. `for_rank(rank)` -> RankPlan; `bytes_moved`, `bytes_permuted`, `bytes_shared` over all ranks; str()."""
+    """See make_plan. `for_rank(rank)` -> RankPlan; `bytes_moved`, `bytes_permuted`, `bytes_shared` over all ranks;
+    str()."""
 
     def __init__(self, source: Layout, target: Layout, itemsize: int, round_bytes: int, interleave: bool) -> None:
         if round_bytes < 1 or itemsize < 1:
@@ -152,7 +153,8 @@ class ReshardPlan:
         return found
 
     def source_duties(self, rank: int) -> Iterator[tuple[Box, str, Index]]:
-        """(box, source's local tensor, offset there) for the rank's share of the distinct pieces: each is one rank's."""
+        """(box, source's local tensor, offset there) for the rank's share of the distinct pieces: each is one
+        rank's."""
         if rank in self._source_class:
             mine = self._source_class[rank]
             for box, region in self.distinct_pieces().items():
@@ -261,8 +263,8 @@ class ReshardPlan:
                     continue
                 holders = found[place.box.tensor].setdefault((place.box.start, place.box.stop), {})
                 if number in holders:
-                    raise PlanError(f"rank {ranks[0]} of the source holds {place.box} twice: as {holders[number].local} "
-                                    f"and as {place.local} (doubled)")
+                    raise PlanError(f"rank {ranks[0]} of the source holds {place.box} twice (doubled): as "
+                                    f"{holders[number].local} and as {place.local}")
                 holders[number] = place
         return {tensor: _Regions(tuple(regions), [tuple(h) for h in regions.values()], list(regions.values()),
                                  _disjoint(tuple(regions)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,13 @@ from rlhf_megatron.mcore.adam import Adam
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "as_tensor")
+# Modules of megatron.core that spell device="cuda" out. They alone see factories that mean the CPU by it: replacing the
+# factories in torch itself would reach other libraries (transformers' loader builds wrong rotary buffers with it).
+SPELLS_CUDA = tuple(f"megatron.core.{name}" for name in (
+    "pipeline_parallel.schedules", "optimizer.optimizer", "optimizer.distrib_optimizer", "optimizer.grad_scaler",
+    "optimizer.clip_grads", "distributed.param_and_grad_buffer", "transformer.utils",
+    "models.common.embeddings.rope_utils", "utils",
+))
 
 # (module, attribute): why it is replaced
 PATCHES: dict[tuple[str, str], str] = {
@@ -28,7 +36,7 @@ PATCHES: dict[tuple[str, str], str] = {
     ("torch.cuda", "memory_allocated"): "read for reports; fails without a driver",
     ("torch.Tensor", "cuda"): "norms, token counts and flags are moved to 'the GPU' before a reduction",
     ("torch.Tensor", "type"): "gradients are bucketed by the name of their type, which must be a CUDA one",
-    **{("torch", name): "called with device='cuda' or pinned memory" for name in FACTORIES},
+    **{(module, "torch"): "its tensor factories are called with device='cuda' or pinned memory" for module in SPELLS_CUDA},
     ("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker"): "random streams of model-parallel regions",
     ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state"): "activation recomputation saves the stream",
     ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state"): "and restores it",
@@ -47,21 +55,12 @@ def symbols() -> list[tuple[str, str]]:
     return list(PATCHES)
 
 
-def original(module: str, attribute: str) -> Any:
-    """The object as it was before the patch, or as it is when nothing was installed."""
-    owner = _owner(module)
-    found = getattr(owner, attribute)
-    return getattr(found, "__wrapped__", found)
-
-
 def install() -> None:
     """Patch what the table names, once. Does nothing with CUDA."""
     global _installed
     if _installed or devices.is_cuda():
         return
     _installed = True
-    for name in FACTORIES:
-        _put("torch", name, _on_cpu(getattr(torch, name)))
     _put("torch.cuda", "current_device", lambda: CPU)
     _put("torch.cuda", "current_stream", lambda device=None: _Stream())
     _put("torch.cuda", "synchronize", lambda device=None: None)
@@ -70,6 +69,9 @@ def install() -> None:
     _put("torch.Tensor", "type", _cuda_type_name(torch.Tensor.type))
     # From here on megatron.core can be imported.
     _install_rng()
+    view = _TorchOnCPU("torch")
+    for module in SPELLS_CUDA:
+        _put(module, "torch", view)
     for module in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"):
         _put(module, "Adam", Adam)
     _put("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", False)
@@ -94,6 +96,18 @@ def _is_cuda(device: Any) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )
+
+
+class _TorchOnCPU(types.ModuleType):
+    """torch, with factories that take device="cuda" for the CPU and leave memory unpinned."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        for factory in FACTORIES:
+            setattr(self, factory, _on_cpu(getattr(torch, factory)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

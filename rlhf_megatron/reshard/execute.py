@@ -1,8 +1,9 @@
 """Carry out a ReshardPlan on tensors: copies on the own rank, grouped sends and receives between ranks.
 
-A message is a run of elements in the target's dtype. Large pieces travel alone, straight from and into contiguous memory;
-small or strided ones are packed, all those for one peer in one round into one message, through a staging buffer that is
-reused. Sender and receiver cut messages by the same rule, and each decides for itself whether it needs the buffer.
+A message is a run of elements in the target's dtype. Large pieces travel alone, straight from and into contiguous
+memory; small or strided ones are packed, all those for one peer in one round into one message, through a staging
+buffer that is reused. Sender and receiver cut messages by the same rule, and each decides for itself whether it
+needs the buffer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..layouts.boxes import Index, Layout
 from ..layouts.plan import Piece, ReshardPlan, Round
 
-ALONE = 1 << 20  # bytes from which a piece is a message of its own: one message costs about as much as copying this twice
+ALONE = 1 << 20  # bytes from which a piece is a message of its own: a message costs about what copying this does
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -66,10 +67,10 @@ def execute(plan: ReshardPlan, source_tensors: Mapping[str, Tensor], target_tens
             staging: Staging | None = None) -> Figures:
     """Fill `target_tensors` (local names of plan.target on this rank) from `source_tensors` (of plan.source), in place.
 
-    Collective over `group` (None: the default world; without one only local copies are possible). The plan's ranks are ranks of
-    the group. A rank outside a side passes an empty dict for it. dtype: of the elements on the wire; None = the targets'. Storage
-    that a target tensor shares with the same source tensor is left alone. ReshardError on all ranks when one rank's tensors
-    do not fit.
+    Collective over `group` (None: the default world; without one only local copies are possible). The plan's ranks
+    are ranks of the group. A rank outside a side passes an empty dict for it. dtype: of the elements on the wire;
+    None = the targets'. Storage that a target tensor shares with the same source tensor is left alone. ReshardError
+    on all ranks when one rank's tensors do not fit.
     """
     run = Execution(plan, group, staging)
     run.prepare(source_tensors, target_tensors, dtype)
@@ -81,7 +82,8 @@ def execute(plan: ReshardPlan, source_tensors: Mapping[str, Tensor], target_tens
 class Execution:
     """One execution, round by round: for callers that make target tensors as they go (streaming to files)."""
 
-    def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup | None = None, staging: Staging | None = None) -> None:
+    def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup | None = None,
+                 staging: Staging | None = None) -> None:
         self.plan, self.group, self.staging = plan, group, staging or Staging()
         self.alone = dist.is_available() and not dist.is_initialized()
         self.rank = 0 if self.alone else dist.get_rank(group)

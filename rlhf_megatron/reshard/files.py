@@ -27,8 +27,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 2 << 30
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What travels with a model besides weights and config.json
-COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-              "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+              "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
               "generation_config.json")
 _DERIVED = re.compile(r"^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$")  # buffers that old checkpoints carry
 
@@ -111,9 +111,10 @@ class Checkpoint:
 def load_hf(directory: str | Path, layout: MegatronLayout, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
     """Fill `tensors` (this rank's Megatron parameters, by local name) from an HF directory, reading only its slices.
 
-    Values are converted to the parameters' dtypes; padded vocabulary rows become zero. Names and shapes are checked first, all of
-    them, on every rank. Returns the canonical names that the directory does not have and may lack (score.weight of a value
-    head): those parameters are left as they are. CheckpointError names missing, unknown, doubled and misshapen tensors.
+    Values are converted to the parameters' dtypes; padded vocabulary rows become zero. Names and shapes are checked
+    first, all of them, on every rank. Returns the canonical names that the directory does not have and may lack
+    (score.weight of a value head): those parameters are left as they are. CheckpointError names missing, unknown,
+    doubled and misshapen tensors.
     """
     found = check_tensors(layout, rank, tensors, "model")
     if found:
@@ -154,10 +155,10 @@ def save_hf(directory: str | Path, layout: MegatronLayout, rank: int, tensors: M
             group: dist.ProcessGroup | None = None, max_shard_bytes: int = SHARD_BYTES, overwrite: bool = False) -> Path:
     """Export the model to an HF directory. Collective over `group`; the layout's ranks are ranks of the group.
 
-    The layout's first rank receives tensor by tensor and writes shards of at most max_shard_bytes (a larger tensor has a shard of
-    its own), so it never holds more than one shard. Everything is written to a temporary directory beside the final one and
-    renamed when complete. Tokenizer, chat template and generation config are copied from source_dir. All ranks return when
-    the directory is there, or all raise.
+    The layout's first rank receives tensor by tensor and writes shards of at most max_shard_bytes (a larger tensor
+    has a shard of its own), so it never holds more than one shard. Everything is written to a temporary directory
+    beside the final one and renamed when complete. Tokenizer, chat template and generation config are copied from
+    source_dir. All ranks return when the directory is there, or all raise.
     """
     directory = Path(directory)
     target = HFLayout(layout.spec, (layout.ranks[0],), layout.head)
@@ -231,7 +232,8 @@ class _Writer:
         while self.done < count and all(name in self.held for name in self.shards[self.done]):
             shard, number = self.shards[self.done], self.done
             file = SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            save_file({name: self.held.pop(name) for name in shard}, str(self.partial / file), metadata={"format": "pt"})
+            tensors = {name: self.held.pop(name) for name in shard}
+            save_file(tensors, str(self.partial / file), metadata={"format": "pt"})
             self.written.update(dict.fromkeys(shard, file))
             self.done += 1
 

@@ -1,4 +1,5 @@
-"""Enter and leave generation: the engine wakes, takes the trainer's weights through the plan, and goes back to sleep."""
+"""Enter and leave generation: the engine wakes, takes the trainer's weights through the plan, and goes back to
+sleep."""
 
 from __future__ import annotations
 
@@ -24,16 +25,19 @@ class WeightsEngine(Protocol):
 
 
 class GenerationSession:
-    """`with session: engine.generate(...)`, as often as wanted; every entry brings the engine the weights of that moment.
+    """`with session: engine.generate(...)`, as often as wanted; every entry brings the engine the weights of that
+    moment.
 
-    trainer_tensors: called at each entry, so that weights that moved (offload, new storage) are found. The order matters: wake
-    first, then the weights (a wake that restores old weights is overwritten), then what the engine derives from them, then
-    the cache. Collective over `group`. check: compare fingerprints after every entry (WeightsDiffer names the tensors).
+    trainer_tensors: called at each entry, so that weights that moved (offload, new storage) are found. The order
+    matters: wake first, then the weights (a wake that restores old weights is overwritten), then what the engine
+    derives from them, then the cache. Collective over `group`. check: compare fingerprints after every entry
+    (WeightsDiffer names the tensors).
     """
 
     def __init__(self, trainer_tensors: Callable[[], Mapping[str, Tensor]], plan: ReshardPlan, engine: WeightsEngine,
                  group: dist.ProcessGroup | None = None, check: bool = False) -> None:
-        self.trainer_tensors, self.plan, self.engine, self.group, self.check = trainer_tensors, plan, engine, group, check
+        self.trainer_tensors, self.plan, self.engine = trainer_tensors, plan, engine
+        self.group, self.check = group, check
         self.figures = Figures()
         self._staging = Staging()
         self._inside = False

@@ -1,7 +1,8 @@
 """Prove that a target holds what the source holds, without gathering either.
 
-A fingerprint is a sum over elements of a mix of the element's bits and its position in the canonical tensor, in wrapping
-64-bit integers. So it does not depend on how a tensor is cut, pieces add up, and two swapped elements are seen.
+A fingerprint is a sum over elements of a mix of the element's bits and its position in the canonical tensor, in
+wrapping 64-bit integers. So it does not depend on how a tensor is cut, pieces add up, and two swapped elements are
+seen.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class WeightsDiffer(ReshardError):
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor, start: Index, shape: Index) -> int:
-    """Fingerprint of a piece that begins at `start` of a canonical tensor of `shape`. Additive modulo 2**64 over pieces."""
+    """Fingerprint of a piece that begins at `start` of a canonical tensor of `shape`. Additive modulo 2**64 over
+    pieces."""
     if tensor.numel() == 0:
         return 0
     strides = [prod(shape[axis + 1:]) for axis in range(len(shape))]
@@ -57,10 +59,11 @@ def _mix(x: Tensor) -> Tensor:
 
 def compare(plan: ReshardPlan, source_tensors: Mapping[str, Tensor], target_tensors: Mapping[str, Tensor],
             group: dist.ProcessGroup | None = None, dtype: torch.dtype | None = None) -> list[str]:
-    """Canonical names of the tensors whose bits differ on some target rank (the source converted to the target's dtype).
+    """Canonical names of the tensors whose bits differ on some target rank (the source converted to the target's
+    dtype).
 
-    Collective over `group`, like execute; every rank gets the same answer. dtype: the targets', needed only when no rank of the
-    group holds target tensors.
+    Collective over `group`, like execute; every rank gets the same answer. dtype: the targets', needed only when no
+    rank of the group holds target tensors.
     """
     run = Execution(plan, group)
     run.prepare(source_tensors, target_tensors, dtype)

@@ -25,8 +25,8 @@ PLACEMENTS = {
 def arguments(demo: Path, runs: Path, name: str, *overrides: str) -> list[str]:
     """A short run of the demo's YAML: 8 prompts x 4 responses, fp32."""
     given = [
-        f"run.name={name}", f"run.folder={runs}", f"data.train={demo}/copy_train.jsonl", f"actor.model={demo}/model",
-        "trainer.prompts_per_step=8", "generation.samples_per_prompt=4", "trainer.steps=3", "trainer.stop_reward=null",
+        f"run.name={name}", f"run.folder={runs}", f"data.train={demo}/class_train.jsonl", f"actor.model={demo}/model",
+        "trainer.prompts_per_step=8", "generation.samples_per_prompt=4", "trainer.mini_batch_size=16", "trainer.steps=3", "trainer.stop_reward=null",
         "actor.micro_batch_size=2", "critic.micro_batch_size=4", "reference.micro_batch_size=8", "trainer.save_hf=never",
         "actor.optimizer.lr=1e-4", "critic.optimizer.lr=1e-4",
     ]
@@ -161,10 +161,10 @@ class _NoReshard:
         self.engine = engine
 
     def __enter__(self):
-        return self.engine
+        self.engine.wake()
 
     def __exit__(self, *error):
-        return None
+        self.engine.sleep()
 
 
 @pytest.mark.timeout(300)

@@ -7,10 +7,10 @@ import os
 
 import pytest
 import torch
-from model_cases import canonical_weights, config, empty_like, scatter, spec, write_hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from model_cases import canonical_weights, config, empty_like, scatter, spec, write_hf
 from rlhf_megatron.layouts import MegatronLayout, ParallelLayout, read_config, read_spec
 from rlhf_megatron.reshard import CheckpointError, load_hf, save_hf
 
@@ -49,7 +49,7 @@ def test_values_are_converted_to_the_parameters_dtype(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_export_has_the_same_keys_values_and_tied_flag_as_the_source(tmp_path, tied):
     source = config(vocab_size=11, tie_word_embeddings=tied, some_extra_key=7)
-    model = spec(vocab_size=11, tie_word_embeddings=tied)
+    model = spec(vocab_size=11, tie_word_embeddings=tied, some_extra_key=7)
     weights = canonical_weights(model)
     directory = write_hf(tmp_path / "hf", source, weights)
     for name, text in (("tokenizer.json", "{}"), ("chat_template.jinja", "{{ x }}"), ("generation_config.json", "{}"),

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from model_cases import canonical_weights, config, scatter, spec
 
+from model_cases import canonical_weights, config, scatter, spec
 from rlhf_megatron.layouts import (
     FAMILIES,
     HFLayout,

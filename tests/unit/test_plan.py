@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from model_cases import canonical_weights, empty_like, scatter, spec
 
+from model_cases import canonical_weights, empty_like, scatter, spec
 from rlhf_megatron.layouts import Box, HFLayout, Layout, MegatronLayout, ModelSpec, ParallelLayout, Placement, make_plan
 from rlhf_megatron.layouts.boxes import intersect, is_contiguous, subtract
 from rlhf_megatron.layouts.plan import PlanError
@@ -116,7 +116,7 @@ def test_missing_extra_and_doubled_are_named():
         make_plan(whole, Custom(shapes, {0: [("a", (0,), (4,), "a")]}))
     with pytest.raises(PlanError, match="of another shape: b"):
         make_plan(whole, Custom({"a": (4,), "b": (5,)}, {0: [("b", (0,), (5,), "b")]}))
-    with pytest.raises(PlanError, match=r"holds b\[0:4\] twice.*doubled"):
+    with pytest.raises(PlanError, match=r"holds b\[0:4\] twice .doubled."):
         make_plan(Custom(shapes, {0: [("a", (0,), (4,), "a"), ("b", (0,), (4,), "b"), ("b", (0,), (4,), "x")]}), whole)
     twice = Custom(shapes, {0: [("a", (0,), (4,), "a"), ("b", (0,), (4,), "a")]})
     with pytest.raises(PlanError, match="target, rank 0: a: some elements are placed twice"):
@@ -164,11 +164,11 @@ def test_receivers_spread_over_the_replicas_of_a_shard():
 def test_each_round_stays_in_its_budget_and_draws_on_both_stages():
     model = ModelSpec("llama", 4, 64, 128, 4, 4, 16, 64, 128)
     source = MegatronLayout(model, ParallelLayout(tp=2, pp=2))
-    plan = make_plan(source, HFLayout(model, 4), itemsize=4, round_bytes=40_000)
-    assert plan.num_rounds > 5
+    plan = make_plan(source, HFLayout(model, 4), itemsize=4, round_bytes=100_000)
+    assert plan.num_rounds > 4
     rounds = plan.for_rank(0).rounds
     for now in rounds:
-        assert 4 * sum(p.elements for pieces in now.receives.values() for p in pieces) <= 40_000
+        assert 4 * sum(p.elements for pieces in now.receives.values() for p in pieces) <= 100_000
     peers = [set(now.receives) for now in rounds]
     assert sum({2, 3} & found != set() and 1 in found for found in peers) > len(peers) / 2
 

@@ -32,10 +32,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """One row: Megatron parameter `local` (and its name under transformer-engine modules, if it differs) = `parts` cut by `cut`.
+    """One row: Megatron parameter `local` (and its name under transformer-engine modules, if it differs) = `parts`
+    cut by `cut`.
 
-    groups: for GROUPS, how many groups the first axis has in all (KV heads for linear_qkv: [q..q k v] per group); 0 means one
-    per rank (linear_fc1: [gate_r; up_r]).
+    groups: for GROUPS, how many groups the first axis has in all (KV heads for linear_qkv: [q..q k v] per group); 0
+    means one per rank (linear_fc1: [gate_r; up_r]).
     """
 
     local: str
@@ -58,7 +59,8 @@ class Table:
 
 
 class ModelFamily:
-    """Base of the families whose block is: norm, grouped-query attention with rope, norm, gated MLP (SiLU), all RMS norms."""
+    """Base of the families whose block is: norm, grouped-query attention with rope, norm, gated MLP (SiLU), all RMS
+    norms."""
 
     model_type: str
     class_prefix: str         # of the transformers classes: LlamaForCausalLM
@@ -102,7 +104,8 @@ class ModelFamily:
             max_position_embeddings=spec.max_positions, rms_norm_eps=spec.norm_eps, tie_word_embeddings=spec.tied,
             hidden_act=config.get("hidden_act", spec.activation), architectures=[self.architecture(head)])
         if "rope_parameters" in config or not ("rope_theta" in config or "rope_scaling" in config):
-            config["rope_parameters"] = {"rope_type": "default", "rope_theta": spec.rope_theta, **(spec.rope_scaling or {})}
+            plain = {"rope_type": "default", "rope_theta": spec.rope_theta}
+            config["rope_parameters"] = {**plain, **(spec.rope_scaling or {})}
         else:
             config["rope_theta"] = spec.rope_theta
         if head == "value":
@@ -156,7 +159,8 @@ class ModelFamily:
             Weight("pre_mlp_layernorm.weight", norm("post_attention_layernorm.weight", hidden),
                    te_local="mlp.linear_fc1.layer_norm_weight"),
             Weight("mlp.linear_fc1.weight",
-                   (Part(mlp + "gate_proj.weight", (ffn, hidden)), Part(mlp + "up_proj.weight", (ffn, hidden))), GROUPS),
+                   (Part(mlp + "gate_proj.weight", (ffn, hidden)),
+                    Part(mlp + "up_proj.weight", (ffn, hidden))), GROUPS),
             Weight("mlp.linear_fc2.weight", (Part(mlp + "down_proj.weight", (hidden, ffn)),), COLUMNS)]
         return tuple(rows)
 
@@ -188,7 +192,8 @@ class ModelFamily:
 
 
 def rope(hf_config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from either spelling: `rope_parameters`, or `rope_theta` with `rope_scaling`. None = plain rope."""
+    """(theta, scaling) from either spelling: `rope_parameters`, or `rope_theta` with `rope_scaling`. None = plain
+    rope."""
     parameters = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ValueError(f"rope parameters differ by layer type ({sorted(parameters)}): not supported")
