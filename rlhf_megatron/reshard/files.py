@@ -152,11 +152,12 @@ def _check_names(checkpoint: Checkpoint, layout: MegatronLayout) -> list[str]:
 
 def save_hf(directory: str | Path, layout: MegatronLayout, rank: int, tensors: Mapping[str, Tensor], *,
             source_dir: str | Path | None = None, dtype: torch.dtype = torch.float32,
-            group: dist.ProcessGroup | None = None, max_shard_bytes: int = SHARD_BYTES, overwrite: bool = False) -> Path:
+            group: dist.ProcessGroup | None = None, max_shard_bytes: int = SHARD_BYTES,
+            overwrite: bool = False) -> Path:
     """Export the model to an HF directory. Collective over `group`; the layout's ranks are ranks of the group.
 
     The layout's first rank receives tensor by tensor and writes shards of at most max_shard_bytes (a larger tensor
-    has a shard of its own), so it never holds more than one shard. Everything is written to a temporary directory
+    has a shard of its own), so it never holds much more than one shard. Everything is written to a temporary directory
     beside the final one and renamed when complete. Tokenizer, chat template and generation config are copied from
     source_dir. All ranks return when the directory is there, or all raise.
     """
@@ -170,7 +171,7 @@ def save_hf(directory: str | Path, layout: MegatronLayout, rank: int, tensors: M
     if run.rank == layout.ranks[0]:
         try:
             writer = _Writer(directory, target, dtype, max_shard_bytes, overwrite)
-        except OSError as error:
+        except Exception as error:  # told to all ranks below
             failure = error
     _all_or_none(failure, run, directory)
     try:
@@ -181,15 +182,15 @@ def save_hf(directory: str | Path, layout: MegatronLayout, rank: int, tensors: M
             if writer and failure is None:
                 try:
                     writer.round_done(plan.round_tensors(index))
-                except (OSError, SafetensorError) as error:
-                    failure = error  # keep receiving, so that nobody waits for this rank; told below
+                except Exception as error:  # whatever it is: keep receiving, so that nobody waits for this rank
+                    failure = error
                     writer.drop()
             elif writer:
                 writer.drop()
         if writer and failure is None:
             try:
                 writer.finish(source_dir)
-            except OSError as error:
+            except Exception as error:  # told to all ranks below
                 failure = error
         _all_or_none(failure, run, directory)
     finally:

@@ -18,7 +18,7 @@ from ..layouts.boxes import Index
 from ..layouts.plan import ReshardPlan
 from .execute import Execution, ReshardError, view
 
-CHUNK = 1 << 20  # elements hashed at a time: 8 MB per int64 temporary
+CHUNK = 1 << 16  # elements hashed at a time: temporaries of 512 KB stay in the cache
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # splitmix64's constants as signed 64-bit numbers
 _STEP, _MIX1, _MIX2 = (value - (1 << 64) if value >= 1 << 63 else value
@@ -36,25 +36,34 @@ def fingerprint(tensor: Tensor, start: Index, shape: Index) -> int:
     if tensor.numel() == 0:
         return 0
     strides = [prod(shape[axis + 1:]) for axis in range(len(shape))]
+    rows = tensor.shape[0]
+
+    def keys(axis: int, count: int) -> Tensor:
+        """What positions along an axis add to the keys of their elements."""
+        along = torch.arange(start[axis], start[axis] + count, dtype=torch.int64, device=tensor.device)
+        return (along * strides[axis]).mul_(_STEP).view([-1 if i == axis else 1 for i in range(tensor.dim())])
+
+    by_row, inner = keys(0, rows), torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for axis in range(1, tensor.dim()):
+        inner = inner + keys(axis, tensor.shape[axis])
     lines = max(1, CHUNK // max(1, prod(tensor.shape[1:])))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for low in range(0, tensor.shape[0], lines):
+    for low in range(0, rows, lines):
         part = tensor[low:low + lines].contiguous()
-        position = torch.zeros((), dtype=torch.int64, device=tensor.device)
-        for axis, count in enumerate(part.shape):
-            first = start[axis] + (low if axis == 0 else 0)
-            along = torch.arange(first, first + count, dtype=torch.int64, device=tensor.device) * strides[axis]
-            position = position + along.view([-1 if i == axis else 1 for i in range(part.dim())])
-        bits = part.view(_INTEGER[part.element_size()]).to(torch.int64)
-        total += _mix(bits + _mix(position * _STEP + _STEP)).sum()
+        total += _mix(part.view(_INTEGER[part.element_size()]).to(torch.int64, copy=True)
+                      .add_(by_row[low:low + lines]).add_(inner)).sum()
     return int(total)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser; >> is arithmetic on int64, so the sign's copies are masked off."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX1
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX2
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    """splitmix64's finaliser, in place; >> is arithmetic on int64, so the sign's copies are masked off."""
+    shifted = torch.empty_like(x)
+    for bits, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
+        torch.bitwise_right_shift(x, bits, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - bits)) - 1))
+        if factor is not None:
+            x.mul_(factor)
+    return x
 
 
 def compare(plan: ReshardPlan, source_tensors: Mapping[str, Tensor], target_tensors: Mapping[str, Tensor],
