@@ -22,6 +22,11 @@ def outcome(case: ElementTree.Element) -> str:
     return "passed"
 
 
+def measured(case: ElementTree.Element) -> str:
+    """What the test recorded with record_property, as "name: value"."""
+    return "; ".join(f"{item.get('name')}: {item.get('value')}" for item in case.iter("property"))
+
+
 def commit() -> str:
     """The commit of the tree, with a remark when the tree differs from it."""
     def git(*words: str) -> str:
@@ -34,9 +39,9 @@ def commit() -> str:
 def report(xml: Path) -> str:
     """The text of the report, from pytest's junit file."""
     cases = list(ElementTree.parse(xml).getroot().iter("testcase"))
-    results = [(f"{case.get('classname', '')}::{case.get('name')}", outcome(case), float(case.get("time", 0)))
-               for case in cases]
-    passed = sum(result == "passed" for _, result, _ in results)
+    results = [(f"{case.get('classname', '')}::{case.get('name')}", outcome(case), float(case.get("time", 0)),
+                measured(case)) for case in cases]
+    passed = sum(result == "passed" for _, result, _, _ in results)
     lines = [
         "# Long tests",
         "",
@@ -45,13 +50,13 @@ def report(xml: Path) -> str:
         f"- commit: {commit()}",
         f"- date: {datetime.date.today().isoformat()}",
         f"- machine: {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
-        f"- result: {passed} of {len(results)} passed, {sum(seconds for _, _, seconds in results):.0f} s",
+        f"- result: {passed} of {len(results)} passed, {sum(seconds for _, _, seconds, _ in results):.0f} s",
         "",
-        "| test | result | seconds |",
-        "|---|---|---|",
+        "| test | result | seconds | measured |",
+        "|---|---|---|---|",
     ]
-    for name, result, seconds in results:
-        lines.append(f"| {name} | {result.replace('|', '/')} | {seconds:.1f} |")
+    for name, result, seconds, figures in results:
+        lines.append(f"| {name} | {result.replace('|', '/')} | {seconds:.1f} | {figures.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 

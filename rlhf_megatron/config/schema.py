@@ -120,7 +120,7 @@ class GenerationConfig:
     top_p: float = key(1.0, above=0, high=1)
     top_k: int = key(0, low=0)  # 0 = off
     stop: tuple[str, ...] = key(factory=tuple)
-    log_probs: str = key("raw", choices=("raw", "processed"))  # before or after temperature, top_p, top_k
+    log_probs: str = key("processed", choices=("raw", "processed"))  # after or before temperature, top_p, top_k
     batch_size: int = key(64, low=1)  # responses sampled at once on one replica
 
 
