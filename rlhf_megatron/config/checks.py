@@ -37,6 +37,7 @@ def check(config: Config, ranks: int, gpus: int = 0, ranks_per_node: int | None 
         *_transport(config, ranks),
         *_pools(config, ranks),
         *_batches(config, ranks),
+        *_data(config),
         *_algorithm(config),
         *_trainer(config),
         *artefacts.data_files(config),
@@ -207,6 +208,17 @@ def _batches(config: Config, ranks: int) -> Iterator[Violation]:
             yield Violation(said, f"{what} are not a multiple of {role} dp({dp}) x micro_batch_size"
                             f"({settings.micro_batch_size}) = {unit}; choose a multiple of {unit}, or another "
                             f"{role}.micro_batch_size")
+
+
+def _data(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if len(data.shots) % 2:
+        yield Violation("data.shots", f"has {len(data.shots)} texts; it lists question, answer, question, answer: an even "
+                        "number")
+    for name in ("system", "shots"):
+        if getattr(data, name) and not data.chat:
+            yield Violation(f"data.{name}", "has no effect with data.chat=false, where the prompt is a raw string; put the "
+                            "text into the prompts, or set data.chat to true")
 
 
 def _algorithm(config: Config) -> Iterator[Violation]:

@@ -53,6 +53,7 @@ class DataConfig:
     prompt_key: str = key("prompt")
     chat: bool = key(True)  # put the prompt through the tokenizer's chat template
     system: str | None = key(None)
+    shots: tuple[str, ...] = key(factory=tuple)  # worked examples before the prompt: question, answer, question, answer
     max_prompt_tokens: int = key(512, low=1)
     overlong: str = key("error", choices=("drop", "left", "right", "error"))  # left, right: cut on that side
     shuffle: bool = key(True)

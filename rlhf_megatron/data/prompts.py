@@ -44,7 +44,8 @@ class RLHFDataset:
             ("rows", "kept", "bad", "overlong_dropped", "overlong_cut", "control_strings"), 0)
         self.problems: list[str] = []
         self.rows: list[dict[str, Any]] = []
-        ids = self._encode_all(PromptEncoder(tokenizer, config.chat, config.system, config.prompt_key))
+        encode = PromptEncoder(tokenizer, config.chat, config.system, config.prompt_key, config.shots)
+        ids = self._encode_all(encode)
         if not self.rows:
             said = "; ".join(self.problems)
             raise DataError(f"data.train {config.train}: no usable row of {self.counts['rows']} ({self._said_counts()})"

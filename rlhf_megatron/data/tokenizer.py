@@ -2,8 +2,8 @@
 
 | prompt                | how it becomes ids                                                                     |
 |-----------------------|----------------------------------------------------------------------------------------|
-| string, chat = true   | [system message,] one user message -> chat template -> encoded WITHOUT added specials  |
-| messages, chat = true | as they are (`system` is not added) -> chat template -> encoded WITHOUT added specials |
+| string, chat = true   | [system message,] [shots,] user message -> chat template -> WITHOUT added specials     |
+| messages, chat = true | as they are, without system and shots -> chat template -> WITHOUT added specials       |
 | string, chat = false  | encoded WITH the tokenizer's special tokens (BOS where the model has one)              |
 
 What stands in a prompt is text, whatever it looks like: a literal "<s>" or "<|im_start|>" in a message or a raw string
@@ -15,7 +15,7 @@ text. Tokens that a tokenizer adds but does not mark as special (as "<think>" in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,29 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, row: Mapping[str, Any], chat: bool, system: str | None = None,
-                  prompt_key: str = "prompt") -> list[int]:
+                  prompt_key: str = "prompt", shots: Sequence[str] = ()) -> list[int]:
     """Prompt ids of one row (see the table above). Raises PromptError when the prompt is not usable."""
-    return PromptEncoder(tokenizer, chat, system, prompt_key)(row)
+    return PromptEncoder(tokenizer, chat, system, prompt_key, shots)(row)
 
 
 class PromptEncoder:
     """`encode_prompt` for many rows.
 
+    Args:
+        shots: texts of worked examples, question and answer in turn; they become user and assistant messages.
+
     Raises:
         ValueError: chat is wanted and the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: bool, system: str | None = None, prompt_key: str = "prompt") -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: bool, system: str | None = None, prompt_key: str = "prompt",
+                 shots: Sequence[str] = ()) -> None:
         if chat and not getattr(tokenizer, "chat_template", None):
             raise ValueError("data.chat is true, but the tokenizer has no chat template: set data.chat=false for raw "
                              "strings, or add chat_template to the model directory")
-        self.tokenizer, self.chat, self.system, self.prompt_key = tokenizer, chat, system, prompt_key
+        self.tokenizer, self.chat, self.prompt_key = tokenizer, chat, prompt_key
+        self.before = [] if system is None else [{"role": "system", "content": system}]
+        self.before += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(shots)]
         self.control = control_strings(tokenizer)
         self._control = re.compile("|".join(map(re.escape, self.control)) or r"(?!)")
 
@@ -72,8 +78,7 @@ class PromptEncoder:
         elif not self.chat:
             ids = self._as_text(prompt, add_special_tokens=True)
         else:
-            messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-            ids = self._encode_messages([*messages, {"role": "user", "content": prompt}])
+            ids = self._encode_messages([*self.before, {"role": "user", "content": prompt}])
         if not ids:
             raise PromptError("the prompt encodes to no tokens")
         return list(ids)

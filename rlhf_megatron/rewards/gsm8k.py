@@ -1,7 +1,7 @@
 """Reward `gsm8k`: grade-school maths word problems with the final answer written as "#### n".
 
-The rows are those of the GSM8K data set (columns `question` and `answer`; the answer ends with "#### n"). `SYSTEM`
-shows the format by two worked examples, for `data.system` of a config; `two_shot` makes the same as turns of a chat.
+The rows are those of the GSM8K data set (columns `question` and `answer`; the answer ends with "#### n"). A model learns
+the format from worked examples before the question (`data.shots`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,6 @@ from rlhf_megatron.rewards.numbers import parse_number
 from rlhf_megatron.rewards.registry import register
 
 MARK = "####"
-SHOTS = (
-    ("A pen costs 3 dollars. How much do 4 pens cost?", "4 pens cost 4 * 3 = 12 dollars.\n#### 12"),
-    ("Tom had 10 apples and ate 2. Then he bought 5. How many has he now?", "10 - 2 = 8 and 8 + 5 = 13.\n#### 13"),
-)
-SYSTEM = "Solve the problem. End with a line '#### n', where n is the answer.\n\n" + "\n\n".join(
-    f"Question: {question}\nAnswer: {answer}" for question, answer in SHOTS
-)
-
-
-def two_shot(question: str) -> list[dict[str, str]]:
-    """Messages: two worked examples as turns, then the question."""
-    messages = []
-    for shown, answer in SHOTS:
-        messages += [{"role": "user", "content": shown}, {"role": "assistant", "content": answer}]
-    return [*messages, {"role": "user", "content": question}]
 
 
 def final_answer(text: str) -> str | None:

@@ -43,13 +43,6 @@ def test_one_short_gsm8k_step(smollm2, tmp_path, layout):
     assert line["response/length_mean"] > 6
 
 
-def test_the_two_shots_of_the_yaml_are_those_of_the_reward():
-    from rlhf_megatron.config.load import load_config
-    from rlhf_megatron.rewards.gsm8k import SYSTEM
-
-    assert load_config(str(GSM8K)).data.system == SYSTEM
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,7 +14,7 @@ TOKENIZER = toy_tokenizer()
 
 
 def settings(train, **changes):
-    values = dict(train=train, prompt_key="prompt", chat=False, system=None, max_prompt_tokens=512, overlong="error",
+    values = dict(train=train, prompt_key="prompt", chat=False, system=None, shots=(), max_prompt_tokens=512, overlong="error",
                   shuffle=True, drop_last=True, bad_rows="stop")
     return SimpleNamespace(**{**values, **changes})
 

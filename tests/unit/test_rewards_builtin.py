@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import rlhf_megatron.rewards as rewards
+from rlhf_megatron.config.load import load_config
 from rlhf_megatron.rewards import get_reward
-from rlhf_megatron.rewards.gsm8k import SYSTEM, final_answer, has_format, two_shot
+from rlhf_megatron.rewards.gsm8k import final_answer, has_format
 from rlhf_megatron.rewards.numbers import last_number, parse_number
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train.jsonl"
@@ -79,11 +80,10 @@ def test_gsm8k_knows_every_answer_of_its_rows():
         get_reward("gsm8k")([""], [""], [{"answer": "none"}])
 
 
-def test_the_shots_show_the_format_they_ask_for():
-    messages = two_shot("How many?")
-    assert [m["role"] for m in messages] == ["user", "assistant"] * 2 + ["user"]
-    assert all(has_format(m["content"]) for m in messages[1::2])
-    assert final_answer(SYSTEM) == "13"
+def test_the_shots_of_the_gsm8k_config_show_the_format_they_ask_for():
+    shots = load_config(str(GSM8K.parents[3] / "yaml_configs" / "smollm2_135m_gsm8k_grpo_cpu.yaml")).data.shots
+    assert [has_format(text) for text in shots] == [False, True, False, True]
+    assert [final_answer(text) for text in shots[1::2]] == ["12", "13"]
 
 
 @pytest.mark.parametrize(("text", "value"), [
