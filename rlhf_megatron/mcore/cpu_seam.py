@@ -36,7 +36,7 @@ PATCHES: dict[tuple[str, str], str] = {
     ("torch.cuda", "memory_allocated"): "read for reports; fails without a driver",
     ("torch.Tensor", "cuda"): "norms, token counts and flags are moved to 'the GPU' before a reduction",
     ("torch.Tensor", "type"): "gradients are bucketed by the name of their type, which must be a CUDA one",
-    **{(module, "torch"): "its tensor factories are called with device='cuda' or pinned memory" for module in SPELLS_CUDA},
+    **{(module, "torch"): "its factories are called with device='cuda' or pinned memory" for module in SPELLS_CUDA},
     ("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker"): "random streams of model-parallel regions",
     ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state"): "activation recomputation saves the stream",
     ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state"): "and restores it",
@@ -84,7 +84,9 @@ def _put(module: str, attribute: str, value: Any) -> None:
         raise KeyError(f"{module}.{attribute} is patched but not in the table of patches")
     owner = _owner(module)
     if not hasattr(owner, attribute):
-        raise RuntimeError(f"{module}.{attribute} is not in the installed version; mcore/cpu_seam.py must be revised for it")
+        raise RuntimeError(
+            f"{module}.{attribute} is not in the installed version; mcore/cpu_seam.py must be revised for it"
+        )
     setattr(owner, attribute, value)
 
 

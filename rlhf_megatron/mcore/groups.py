@@ -1,7 +1,8 @@
 """Process groups of one role's layout, without megatron-core's global ones.
 
-Several roles with different layouts live in one process. Each has its own ProcessGroupCollection, passed explicitly; the few
-functions of megatron-core that still read `parallel_state` do so inside `use`, which shows them the role's groups.
+Several roles with different layouts live in one process. Each has its own ProcessGroupCollection, passed explicitly;
+the few functions of megatron-core that still read `parallel_state` do so inside `use`, which shows them the role's
+groups.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _RANK_NAMES = {
     "mp": "_MODEL_PARALLEL_GLOBAL_RANKS",
     "ep": "_EXPERT_MODEL_PARALLEL_RANKS",
 }
-_STATE = [name for name in vars(parallel_state) if name.startswith("_") and name[1:2].isupper() and "BUFFER" not in name]
+_STATE = [
+    name for name in vars(parallel_state) if name.startswith("_") and name[1:2].isupper() and "BUFFER" not in name
+]
 
 # Groups by their ranks. They belong to the default world that made them: a new world starts with none.
 _cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -59,7 +62,7 @@ _cache_world: dist.ProcessGroup | None = None
 
 
 def build_groups(layout: ParallelLayout, seed: int = 1) -> ProcessGroupCollection:
-    """All groups that megatron-core asks for, of this rank. Collective over the whole world, in the same order everywhere.
+    """All groups that megatron-core asks for, of this rank. Collective over the whole world, everywhere in one order.
 
     Equal rank lists share one group, between roles too. `seed` is of the role's random streams.
     """
@@ -72,8 +75,9 @@ def build_groups(layout: ParallelLayout, seed: int = 1) -> ProcessGroupCollectio
     tp, pp, dp_cp = _group(layout.groups("tp")), _group(stages), _group(layout.groups("cp", "dp"))
     single = _group(alone)
     groups = ProcessGroupCollection(
-        tp=tp, pp=pp, cp=_group(layout.groups("cp")), dp=_group(layout.groups("dp")), mp=_group(layout.groups("tp", "pp")),
-        tp_cp=_group(layout.groups("tp", "cp")), dp_cp=dp_cp, tp_dp_cp=_group(layout.groups("tp", "cp", "dp")),
+        tp=tp, pp=pp, cp=_group(layout.groups("cp")), dp=_group(layout.groups("dp")),
+        mp=_group(layout.groups("tp", "pp")), tp_cp=_group(layout.groups("tp", "cp")), dp_cp=dp_cp,
+        tp_dp_cp=_group(layout.groups("tp", "cp", "dp")),
         # Without experts: the expert grid is one expert rank wide, tensor ranks become data ranks.
         ep=single, expt_tp=single, tp_ep=single, tp_ep_pp=pp, expt_dp=_group(layout.groups("tp", "cp", "dp")),
         intra_dp_cp=dp_cp, intra_expt_dp=_group(layout.groups("tp", "cp", "dp")), inter_dist_opt=None, hcp=None,

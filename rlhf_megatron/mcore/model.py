@@ -40,7 +40,7 @@ except ImportError:
 
 
 def uses_transformer_engine() -> bool:
-    """Whether models are built from transformer-engine's layers: with CUDA and the package. That path was not run yet."""
+    """Whether models are built from transformer-engine's layers: with CUDA and the package. Not run yet."""
     return HAVE_TE and devices.is_cuda()
 
 
@@ -50,11 +50,11 @@ def norm_names() -> str:
 
 
 def transformer_config(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
-    """megatron-core's config. Fusions are off where transformer-engine is missing: they would compile on the first step."""
+    """megatron-core's config. Fusions are off without transformer-engine: they would compile on the first step."""
     if spec.norm != "rms" or spec.activation != "silu" or not spec.gated:
         raise ValueError(
-            f"{spec.family}: norm {spec.norm!r}, activation {spec.activation!r}, gated {spec.gated} cannot be built yet; "
-            "supported are RMS norms with a gated SiLU MLP"
+            f"{spec.family}: norm {spec.norm!r}, activation {spec.activation!r}, gated {spec.gated} cannot be built "
+            "yet; supported are RMS norms with a gated SiLU MLP"
         )
     fused = uses_transformer_engine()
     return TransformerConfig(
@@ -65,8 +65,9 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dty
         hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
-        # All weights are loaded, so drawing them would be slow and mean nothing. Initialisation as such stays on: it also tags
-        # parameters as tensor-parallel, and the gradient norm counts only the first rank's share of those without the tag.
+        # All weights are loaded, so drawing them would be slow and mean nothing. Initialisation as such stays on: it
+        # also tags parameters as tensor-parallel, and the gradient norm counts only the first rank's share of those
+        # without the tag.
         use_cpu_initialization=not devices.is_cuda(), init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_, embedding_init_method=torch.nn.init.zeros_,
         calculate_per_token_loss=True, batch_p2p_comm=True, batch_p2p_sync=False, attention_softmax_in_fp32=True,
@@ -81,7 +82,8 @@ def build_model(
 ) -> HiddenStatesModel:
     """This rank's part of the model, on the device. Weights are zero, and norms one, until they are loaded.
 
-    Call inside `groups.use`. head "value": no logits layer; `output_layer.weight` [1, H] is the value head, starting at 0.
+    Call inside `groups.use`. head "value": no logits layer; `output_layer.weight` [1, H] is the value head, starting
+    at 0.
     """
     broken = layout.validate(spec)
     if broken:
@@ -95,7 +97,8 @@ class HiddenStatesModel(GPTModel):
     """GPTModel whose last stage returns the final hidden states [T, B, H] (after the final norm) instead of logits."""
 
     def __init__(
-        self, spec: ModelSpec, config: TransformerConfig, layout: ParallelLayout, groups: ProcessGroupCollection, head: str
+        self, spec: ModelSpec, config: TransformerConfig, layout: ParallelLayout, groups: ProcessGroupCollection,
+        head: str,
     ) -> None:
         stage = groups.pp.rank()
         value = head == "value"
@@ -153,8 +156,8 @@ def block_spec(spec: ModelSpec, layers: int) -> TransformerBlockSubmodules:
 def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
     """[head_dim / 2] fp32 rotation speeds. Su et al. 2021, https://arxiv.org/abs/2104.09864.
 
-    "linear" scaling divides all by the factor (Chen et al. 2023, https://arxiv.org/abs/2306.15595); "llama3" divides the slow
-    ones, keeps the fast ones and blends between (Llama 3.1's published reference code).
+    "linear" scaling divides all by the factor (Chen et al. 2023, https://arxiv.org/abs/2306.15595); "llama3" divides
+    the slow ones, keeps the fast ones and blends between (Llama 3.1's published reference code).
     """
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     plain = 1.0 / (spec.rope_theta**exponents)

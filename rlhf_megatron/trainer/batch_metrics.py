@@ -1,4 +1,5 @@
-"""Metrics of one global batch that no single stage can report: rewards and components, truncation, entropy, the log-prob gap."""
+"""Metrics of one global batch that no single stage can report: rewards and components, truncation, entropy, the
+log-prob gap."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ def reward_metrics(batch: DataProto) -> dict[str, Metric]:
 def policy_metrics(batch: DataProto, config: Any) -> dict[str, Metric]:
     """actor/entropy before the update, and rollout/log_prob_gap where sampler and trainer score one distribution.
 
-    The trainer scores at the sampling temperature. So the sampler's raw log-probs are comparable at temperature 1 only, and
-    its processed ones always, but for the renormalisation of top-p and top-k.
+    The trainer scores at the sampling temperature. So the sampler's raw log-probs are comparable at temperature 1 only,
+    and its processed ones always, but for the renormalisation of top-p and top-k.
     """
     mask = batch["response_mask"].pad(False)
     metrics: dict[str, Metric] = {}
-    if "entropy" in batch and config.algorithm.entropy_coefficient == 0.0:  # else the loss reports it, during the update
+    if "entropy" in batch and config.algorithm.entropy_coefficient == 0.0:  # else the loss reports it
         entropy = batch["entropy"].pad(0.0)
         metrics["actor/entropy"] = Mean(torch.where(mask, entropy, 0.0).sum(dtype=torch.float64), mask.sum())
     comparable = config.generation.log_probs == "processed" or config.generation.temperature == 1.0

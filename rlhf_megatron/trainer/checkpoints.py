@@ -51,7 +51,7 @@ class Checkpoints:
         return sorted(found, key=lambda p: step_of(p) or 0)
 
     def save(self, step: int, groups: dict[str, WorkerGroup], state: dict[str, Any]) -> Path:
-        """Write a checkpoint of every group and the trainer's state; publish it; then drop what `keep` no longer covers."""
+        """Write a checkpoint of every group and the trainer's state; publish it; drop what `keep` no longer covers."""
         name = f"step_{step:06d}"
         aside, final = self.folder / f".writing-{name}", self.folder / name
         try:

@@ -1,4 +1,4 @@
-"""The loop. It runs in one place, sees the whole global batch, and calls worker groups; everything else is one call down."""
+"""The loop. It runs in one place, sees the whole global batch, and calls worker groups; the rest is one call down."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class ActorWorker(MegatronWorker):
         self.plan = make_plan(self.layout, HFLayout(self.spec, self.parallel.ranks))
         self.session = GenerationSession(self.engine.tensors, self.plan, self.generator)
 
-    @method(reads=("prompts", "sample_id"), returns=("responses", "rollout_log_probs", "response_mask", "finish_reason"),
-            split="generate")
+    @method(reads=("prompts", "sample_id"), split="generate",
+            returns=("responses", "rollout_log_probs", "response_mask", "finish_reason"))
     def generate(self, batch: DataProto, step: int, greedy: bool = False) -> tuple[DataProto, dict[str, Metric]]:
         """Reshard, sample one response per row, go back.
 

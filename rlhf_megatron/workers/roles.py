@@ -71,5 +71,6 @@ class MegatronWorker(Worker):
     @method(split=None)
     def export(self, directory: str) -> str:
         """Write an HF checkpoint directory in the run's dtype (collective over the pool)."""
-        files.save_hf(directory, self.layout, self.context.rank, self.engine.tensors(), source_dir=self.model_dir)
+        files.save_hf(directory, self.layout, self.context.rank, self.engine.tensors(), source_dir=self.model_dir,
+                      dtype=self.engine.dtype)
         return directory

@@ -1,4 +1,4 @@
-"""The main job on the tiny demo model, whole: the same run in every placement, replay, resume, refusal, stale weights."""
+"""The main job on the tiny demo model, whole: one run in every placement, replay, resume, refusal, stale weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import run_job, run_loop
+import torch
 
+from jobs import run_job, run_loop
 from rlhf_megatron.data.proto import DataProto
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +27,9 @@ def arguments(demo: Path, runs: Path, name: str, *overrides: str) -> list[str]:
     """A short run of the demo's YAML: 8 prompts x 4 responses, fp32."""
     given = [
         f"run.name={name}", f"run.folder={runs}", f"data.train={demo}/class_train.jsonl", f"actor.model={demo}/model",
-        "trainer.prompts_per_step=8", "generation.samples_per_prompt=4", "trainer.mini_batch_size=16", "trainer.steps=3", "trainer.stop_reward=null",
-        "actor.micro_batch_size=2", "critic.micro_batch_size=4", "reference.micro_batch_size=8", "trainer.save_hf=never",
+        "trainer.prompts_per_step=8", "generation.samples_per_prompt=4", "trainer.mini_batch_size=16",
+        "trainer.steps=3", "trainer.stop_reward=null", "trainer.save_hf=never",
+        "actor.micro_batch_size=2", "critic.micro_batch_size=4", "reference.micro_batch_size=8",
         "actor.optimizer.lr=1e-4", "critic.optimizer.lr=1e-4",
     ]
     for override in overrides:
@@ -68,7 +70,8 @@ def recorded(demo, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("placement", [p for p in PLACEMENTS if p != "inline"])
 def test_every_placement_samples_the_same_tokens(demo, recorded, tmp_path, placement):
     ranks, overrides = PLACEMENTS[placement]
-    succeeded(run_job(arguments(demo, tmp_path, "run", *overrides, "trainer.steps=1", "trainer.rollouts.save=true"), ranks))
+    one_step = ["trainer.steps=1", "trainer.rollouts.save=true"]
+    succeeded(run_job(arguments(demo, tmp_path, "run", *overrides, *one_step), ranks))
     expected = DataProto.load(recorded / "inline" / "rollouts" / "step_000001")
     found = DataProto.load(tmp_path / "run" / "rollouts" / "step_000001")
     assert found["responses"].to_list() == expected["responses"].to_list()
@@ -173,7 +176,7 @@ def test_resume_continues_exactly_and_at_another_layout(demo, tmp_path):
     succeeded(run_job(arguments(demo, tmp_path, "straight", *straight), 2))
     succeeded(run_job(arguments(demo, tmp_path, "parts", *straight[:3], "trainer.steps=2"), 2))
     succeeded(run_job(arguments(demo, tmp_path, "parts", *straight, "trainer.resume=auto"), 2))
-    assert [p.name for p in (tmp_path / "parts" / "checkpoints").iterdir() if p.name.startswith("step_")] == ["step_000004"]
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").glob("step_*")] == ["step_000004"]
     moved = ["{all}.tp=1", "{all}.pp=2", "trainer.steps=4",
              "trainer.resume=" + str(tmp_path / "moved" / "checkpoints" / "step_000002")]
     succeeded(run_job(arguments(demo, tmp_path, "moved", *straight[:3], "trainer.steps=2"), 2))
@@ -200,13 +203,16 @@ def test_a_refused_config_ends_all_ranks_with_one_message(demo, tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_the_exported_checkpoint_loads_in_transformers(demo, tmp_path):
+def test_the_exported_checkpoint_loads_in_transformers_in_the_dtype_of_the_run(demo, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    succeeded(run_job(arguments(demo, tmp_path, "run", "{all}.tp=2", "{all}.pp=2", "trainer.steps=1", "trainer.save_hf=end"), 4))
+    one_step = ["{all}.tp=2", "{all}.pp=2", "trainer.steps=1", "trainer.save_hf=end", "run.dtype=bfloat16"]
+    succeeded(run_job(arguments(demo, tmp_path, "run", *one_step), 4))
     final = tmp_path / "run" / "hf" / "final"
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert AutoTokenizer.from_pretrained(final)("aaa:")["input_ids"] == AutoTokenizer.from_pretrained(demo / "model")("aaa:")["input_ids"]
+    assert model.config.dtype == torch.bfloat16 and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    exported, original = (AutoTokenizer.from_pretrained(folder)("aaa:") for folder in (final, demo / "model"))
+    assert exported["input_ids"] == original["input_ids"]
     assert (tmp_path / "run" / "report.png").stat().st_size > 1000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
