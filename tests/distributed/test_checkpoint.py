@@ -28,8 +28,19 @@ def _setup(tp, pp, head="lm", dtype="float32", name="adam", tied=False, seed=0):
     return make_engine(tiny_spec(tied=tied), layout, head, 2, chosen, seed=seed, dtype=dtype)
 
 
+class LinearLoss:
+    """Weighted log-probs. Unlike a ratio it has no exponential that would enlarge the rounding of bf16."""
+
+    reads = ("response_mask", "advantages")
+
+    def __call__(self, outputs, fields, meta):
+        mask = fields["response_mask"]
+        return -(outputs["log_probs"][mask] * fields["advantages"][mask]).sum() / meta["denominator"], {}
+
+
 def _steps(engine, numbers, head):
-    loss = PolicyLoss() if head == "lm" else ValueLoss()
+    exact = engine.dtype == torch.float32
+    loss = (PolicyLoss() if exact else LinearLoss()) if head == "lm" else ValueLoss()
     return [engine.train_step(my_rows(example_batch(seed=n), engine), loss)["grad_norm"].value for n in numbers]
 
 
@@ -91,7 +102,7 @@ def test_the_next_update_is_the_same_under_any_layout(tmp_path, old, new, head, 
         for key, tensor in saved_next.items():
             assert relative(loaded_next[key], tensor) < (1e-6 if old == new else 1e-5), key
     else:  # the forward pass of bf16 rounds differently under another layout
-        assert read[0][2] == pytest.approx(written[0][2], rel=0.05)
+        assert read[0][2] == pytest.approx(written[0][2], rel=0.02)
 
 
 def _masters(rank, folder, tp, mode):
