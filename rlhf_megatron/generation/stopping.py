@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.generation.engine import Completion
-
 TAIL = 8  # tokens decoded beyond those that a stop string can span
 
 
@@ -57,12 +55,3 @@ class Stopper:
             if any(stop in text for stop in self.strings):
                 return "stop"
         return "length" if len(token_ids) >= self.max_tokens else None
-
-
-def cut(token_ids: Sequence[int], log_probs: Sequence[float], stopper: Stopper) -> Completion:
-    """The completion inside a longer run of tokens: up to and including the one that ends it."""
-    for length in range(1, len(token_ids) + 1):
-        reason = stopper(list(token_ids[:length]))
-        if reason is not None:
-            return Completion(list(token_ids[:length]), list(log_probs[:length]), reason)  # type: ignore[arg-type]
-    return Completion(list(token_ids), list(log_probs), "length")

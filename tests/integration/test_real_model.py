@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from jobs import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
