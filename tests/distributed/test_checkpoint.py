@@ -12,14 +12,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_engine import PolicyLoss, ValueLoss, example_batch, join, make_engine, my_rows
 
+from engines import ACTOR, CRITIC, LinearLoss, example_batch, make_engine, my_rows
 from ranks import RanksFailed, run_ranks
 from rlhf_megatron.layouts.mcore import MegatronLayout
 from rlhf_megatron.layouts.spec import ParallelLayout
 from rlhf_megatron.mcore import checkpoint
 from rlhf_megatron.mcore.checkpoint import CheckpointRefused, check_files
-from tiny import read_out, relative, settings, tiny_spec
+from tiny import join, read_out, relative, settings, tiny_spec
 
 
 def _setup(tp, pp, head="lm", dtype="float32", name="adam", tied=False, seed=0):
@@ -28,19 +28,9 @@ def _setup(tp, pp, head="lm", dtype="float32", name="adam", tied=False, seed=0):
     return make_engine(tiny_spec(tied=tied), layout, head, 2, chosen, seed=seed, dtype=dtype)
 
 
-class LinearLoss:
-    """Weighted log-probs. Unlike a ratio it has no exponential that would enlarge the rounding of bf16."""
-
-    reads = ("response_mask", "advantages")
-
-    def __call__(self, outputs, fields, meta):
-        mask = fields["response_mask"]
-        return -(outputs["log_probs"][mask] * fields["advantages"][mask]).sum() / meta["denominator"], {}
-
-
 def _steps(engine, numbers, head):
     exact = engine.dtype == torch.float32
-    loss = (PolicyLoss() if exact else LinearLoss()) if head == "lm" else ValueLoss()
+    loss = (ACTOR if exact else LinearLoss()) if head == "lm" else CRITIC
     return [engine.train_step(my_rows(example_batch(seed=n), engine), loss)["grad_norm"].value for n in numbers]
 
 

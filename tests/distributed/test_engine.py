@@ -6,39 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engines import ACTOR, CRITIC, GRPO_ACTOR, LENGTHS, PPO, LinearLoss, denominator, example_batch, make_engine, my_rows
 from ranks import run_ranks
+from rlhf_megatron.algorithms.losses import ActorLoss
 from rlhf_megatron.data.proto import DataProto, Ragged
 from rlhf_megatron.layouts.mcore import MegatronLayout
 from rlhf_megatron.layouts.spec import ParallelLayout
-from rlhf_megatron.mcore.engine import MegatronEngine
-from rlhf_megatron.observe.metrics import Mean, merge
-from tiny import VOCAB, canonical, join, lay_in, read_out, relative, settings, tiny_spec
-
-LENGTHS = [(1, 9), (12, 1), (5, 3), (3, 17), (2, 2), (7, 6), (1, 1), (9, 4)]  # prompt, response tokens of each row
-
-
-class PolicyLoss:
-    """A clipped policy loss with an entropy bonus, divided by meta["denominator"]."""
-
-    reads = ("response_mask", "old_log_probs", "advantages")
-
-    def __call__(self, outputs, fields, meta):
-        mask = fields["response_mask"]
-        advantages = fields["advantages"][mask]
-        ratio = (outputs["log_probs"][mask] - fields["old_log_probs"][mask]).exp()
-        total = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
-        if "entropy" in outputs:
-            total = total - 0.01 * outputs["entropy"][mask].sum()
-        return total / meta["denominator"], {"loss": Mean(total.item(), mask.sum().item())}
-
-
-class ValueLoss:
-    reads = ("response_mask", "returns")
-
-    def __call__(self, outputs, fields, meta):
-        mask = fields["response_mask"]
-        total = (outputs["values"][mask] - fields["returns"][mask]).square().sum()
-        return total / meta["denominator"], {"loss": Mean(total.item(), mask.sum().item())}
+from rlhf_megatron.observe.metrics import merge
+from tiny import VOCAB, canonical, join, read_out, relative, settings, tiny_spec
 
 
 class NoGraphLoss:
@@ -50,72 +25,69 @@ class NoGraphLoss:
         return torch.zeros(()), {}
 
 
-def example_batch(lengths=LENGTHS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.tensor([r for _, r in lengths])
-    total = int(sizes.sum())
-    mask = torch.rand(total, generator=generator) > 0.2
-    batch = DataProto(tensors={
-        "prompts": Ragged.from_list([torch.randint(0, VOCAB, (p,), generator=generator) for p, _ in lengths]),
-        "responses": Ragged(torch.randint(0, VOCAB, (total,), generator=generator), sizes),
-        "response_mask": Ragged(mask, sizes),
-        "old_log_probs": Ragged(-3.6 + 0.1 * torch.randn(total, generator=generator), sizes),
-        "advantages": Ragged(torch.randn(total, generator=generator), sizes),
-        "returns": Ragged(torch.randn(total, generator=generator), sizes),
-    })
-    # What stands under the mask must not matter.
-    for name in ("old_log_probs", "advantages", "returns"):
-        batch[name].values[~mask] = math.nan
-    batch.meta["denominator"] = float(mask.sum())
-    return batch
-
-
-def make_engine(spec, layout, head="lm", micro=2, optimizer=None, seed=0, dtype="float32", trainable=True):
-    engine = MegatronEngine(spec, layout, head=head, trainable=trainable, dtype=dtype, micro_batch_size=micro,
-                            optimizer=optimizer if trainable else None, total_steps=10, seed=3)
-    where = MegatronLayout(spec, layout, head=head)
-    lay_in(where, dist.get_rank(), canonical(where, seed), engine.tensors())
-    engine.weights_loaded()
-    return engine, where
-
-
-def my_rows(batch, engine):
-    """This replica's rows; uneven on purpose: the first replica has one row more than the others."""
-    dp, rows = engine.layout.dp, len(batch)
-    sizes = [rows // dp + (i < rows % dp) for i in range(dp)]
-    if dp > 1:
-        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
-    return batch.split(sizes)[engine.coordinates.dp]
-
-
 # ---- training: every layout against one rank ----
 
 
-def _train(rank, tp, pp, head, micro, tied=False, dtype="float32"):
+# name -> head, loss, how its denominator counts
+LOSSES = {
+    "ppo actor": ("lm", ACTOR, "token_mean"),
+    "ppo critic": ("value", CRITIC, "token_mean"),
+    "grpo": ("lm", GRPO_ACTOR, "seq_mean_token_mean"),  # with KL in the loss and an entropy bonus
+    "linear": ("lm", LinearLoss(), "token_mean"),
+}
+
+
+def _scores(rank, head, tied):
+    engine, _ = make_engine(tiny_spec(tied=tied), ParallelLayout.build(1), head, 8, trainable=False)
+    (scores,) = (field.values for field in engine.forward(example_batch(), temperature=0.7).tensors.values())
+    return scores
+
+
+_ROLLOUTS: dict = {}
+
+
+def rollout(name, tied=False):
+    """What a real step trains on: scores of the same model on one rank, a few updates away from the weights."""
+    head, _, aggregation = LOSSES[name]
+    batch = example_batch(aggregation=aggregation)
+    if (head, tied) not in _ROLLOUTS:
+        (_ROLLOUTS[head, tied],) = run_ranks(1, _scores, head, tied)
+    exact, noise = _ROLLOUTS[head, tied], torch.Generator().manual_seed(5)
+    fields = {"values": 0.2, "returns": 1.0} if head == "value" else {"old_log_probs": 0.2, "ref_log_probs": 0.2}
+    for field, distance in fields.items():
+        valid = ~batch[field].values.isnan()
+        moved = exact + distance * torch.randn(len(exact), generator=noise)
+        batch[field].values[valid] = moved[valid]
+    return batch
+
+
+def _train(rank, tp, pp, name, micro, batch, tied=False, dtype="float32"):
     """Gradients and weights of one SGD update at lr 1, and losses, norms and weights of three Adam updates."""
+    head, loss, _ = LOSSES[name]
     spec = tiny_spec(tied=tied)
     layout = ParallelLayout.build(dist.get_world_size(), tp, pp)
-    batch = example_batch()
-    loss = PolicyLoss() if head == "lm" else ValueLoss()
     result = {}
     sgd = settings(name="sgd", lr=1.0, clip_grad=0.0)
     engine, where = make_engine(spec, layout, head, micro, sgd, dtype=dtype)
     engine.keep_gradients = True
-    engine.train_step(my_rows(batch, engine), loss, temperature=0.7, entropy=head == "lm")
+    engine.train_step(my_rows(batch, engine), loss, temperature=0.7, entropy=name == "grpo")
     result["gradients"] = read_out(where, rank, engine.gradients())
     result["sgd"] = read_out(where, rank, engine.tensors())
-    engine, _ = make_engine(spec, layout, head, micro, settings(lr=1e-3, weight_decay=0.1), dtype=dtype)
-    steps = [engine.train_step(my_rows(batch, engine), loss, 0.7, entropy=head == "lm") for _ in range(3)]
+    engine, _ = make_engine(spec, layout, head, micro, settings(lr=1e-4, weight_decay=0.1), dtype=dtype)
+    steps = [engine.train_step(my_rows(batch, engine), loss, 0.7, entropy=name == "grpo") for _ in range(3)]
     result["adam"] = read_out(where, rank, engine.tensors())
     result["norms"] = [step["grad_norm"].value for step in steps]
-    result["losses"] = [step["loss"] if engine.is_output and "loss" in step else None for step in steps]
+    value = "critic/loss" if head == "value" else "actor/loss"
+    result["losses"] = [step[value] if engine.is_output else None for step in steps]
     return result
 
 
-def _joined(results, head, tp, pp, tied=False):
+def _trained(ranks, tp, pp, name, micro, tied=False):
+    """`_train` on that many ranks, put together to canonical tensors."""
+    results = run_ranks(ranks, _train, tp, pp, name, micro, rollout(name, tied), tied)
     spec = tiny_spec(tied=tied)
-    where = MegatronLayout(spec, ParallelLayout.build(len(results), tp, pp), head=head)
-    out = {name: join(where, [r[name] for r in results], 1e-5) for name in ("gradients", "sgd", "adam")}
+    where = MegatronLayout(spec, ParallelLayout.build(len(results), tp, pp), head=LOSSES[name][0])
+    out = {kind: join(where, [r[kind] for r in results], 1e-5) for kind in ("gradients", "sgd", "adam")}
     out["norms"] = results[0]["norms"]
     assert all(r["norms"] == out["norms"] for r in results), "ranks disagree about the norm"
     out["losses"] = [merge([{"loss": r["losses"][i]} for r in results if r["losses"][i] is not None])["loss"].value
@@ -126,10 +98,11 @@ def _joined(results, head, tp, pp, tied=False):
 _REFERENCE: dict = {}
 
 
-def reference(head, tied=False):
-    if (head, tied) not in _REFERENCE:
-        _REFERENCE[head, tied] = _joined(run_ranks(1, _train, 1, 1, head, 8, tied), head, 1, 1, tied)
-    return _REFERENCE[head, tied]
+def reference(name, tied=False):
+    """The same on one rank, all rows in one micro-batch."""
+    if (name, tied) not in _REFERENCE:
+        _REFERENCE[name, tied] = _trained(1, 1, 1, name, 8, tied)
+    return _REFERENCE[name, tied]
 
 
 def assert_same(ours, exact):
@@ -138,33 +111,34 @@ def assert_same(ours, exact):
             assert relative(ours[kind][name], tensor) < 1e-5, (kind, name)
     for a, b in zip(ours["losses"], exact["losses"], strict=True):
         assert abs(a - b) < 1e-5
+    assert ours["losses"][0] != ours["losses"][2], "three updates changed nothing"
     assert ours["norms"][0] == pytest.approx(exact["norms"][0], rel=1e-5)
     assert ours["norms"] == pytest.approx(exact["norms"], rel=1e-3)  # Adam enlarges rounding of tiny gradients
 
 
-CASES = [  # ranks, tp, pp, rows per micro-batch
-    (1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 3),
-    (2, 2, 1, 4), (2, 1, 2, 1), (2, 1, 2, 3), (2, 1, 1, 2), (4, 1, 4, 2), (8, 2, 2, 2),
+SPLITS = [  # ranks, tp, pp, rows per micro-batch
+    (1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4),
+    (2, 2, 1, 4), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 2, 3), (2, 1, 1, 2), (2, 1, 1, 4), (4, 1, 4, 2), (8, 2, 2, 2),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "tp", "pp", "micro"), CASES)
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_training_equals_one_rank(ranks, tp, pp, micro, head):
-    assert_same(_joined(run_ranks(ranks, _train, tp, pp, head, micro), head, tp, pp), reference(head))
+@pytest.mark.parametrize(("ranks", "tp", "pp", "micro"), SPLITS)
+@pytest.mark.parametrize("name", ["ppo actor", "ppo critic", "grpo"])
+def test_training_equals_one_rank(ranks, tp, pp, micro, name):
+    assert_same(_trained(ranks, tp, pp, name, micro), reference(name))
 
 
 @pytest.mark.parametrize(("ranks", "tp", "pp"), [(2, 2, 1), (2, 1, 2), (4, 1, 4), (8, 2, 2)])
 def test_tied_embeddings(ranks, tp, pp):
-    assert_same(_joined(run_ranks(ranks, _train, tp, pp, "lm", 2, True), "lm", tp, pp, True), reference("lm", True))
+    assert_same(_trained(ranks, tp, pp, "grpo", 2, tied=True), reference("grpo", tied=True))
 
 
 def test_bf16_trains_under_every_layout():
     """bf16 rounds differently under another layout, so only the first norm is comparable, and that roughly."""
-    one = run_ranks(1, _train, 1, 1, "lm", 4, False, "bfloat16")
-    split = run_ranks(4, _train, 2, 1, "lm", 2, False, "bfloat16")
-    assert split[0]["norms"][0] == pytest.approx(one[0]["norms"][0], rel=0.05)
-    assert one[0]["norms"][0] == pytest.approx(reference("lm")["norms"][0], rel=0.1)
+    one = run_ranks(1, _train, 1, 1, "linear", 4, rollout("linear"), False, "bfloat16")
+    split = run_ranks(4, _train, 2, 1, "linear", 2, rollout("linear"), False, "bfloat16")
+    assert split[0]["norms"][0] == pytest.approx(one[0]["norms"][0], rel=0.02)
+    assert one[0]["norms"][0] == pytest.approx(reference("linear")["norms"][0], rel=0.02)
 
 
 def _masters(rank):
@@ -173,7 +147,7 @@ def _masters(rank):
     engine, where = make_engine(tiny_spec(), layout, optimizer=settings(lr=1e-5), dtype="bfloat16")
     before = read_out(where, rank, engine.tensors())
     for _ in range(60):  # 60 x 1e-5 is a visible change of a weight of 0.1, one update is not (bf16 has 8 bits)
-        engine.train_step(my_rows(batch, engine), PolicyLoss())
+        engine.train_step(my_rows(batch, engine), LinearLoss())
     after = read_out(where, rank, engine.tensors())
     return sum((a[3] != b[3]).sum().item() for a, b in zip(before, after, strict=True))
 
@@ -260,13 +234,13 @@ def _token_mean(rank, micro, dp):
     rows = rows.union(engine.forward(rows).rename({"log_probs": "old_log_probs"}))
     value = {}
 
-    class Recorded(PolicyLoss):
+    class Recorded(ActorLoss):
         def __call__(self, outputs, fields, meta):
             scalar, metrics = super().__call__(outputs, fields, meta)
             value["sum"] = value.get("sum", 0.0) + scalar.item()
             return scalar, metrics
 
-    engine.train_step(rows, Recorded())
+    engine.train_step(rows, Recorded(PPO))
     return value["sum"], read_out(where, rank, engine.gradients())
 
 
@@ -292,9 +266,9 @@ def _weights_after(rank, kind):
         batch["advantages"].values[batch["response_mask"].values.nonzero()[-1]] = math.nan
     if kind == "empty":
         batch.meta["denominator"] = 0
-    metrics = engine.train_step(my_rows(batch, engine), PolicyLoss())
+    metrics = engine.train_step(my_rows(batch, engine), ACTOR)
     same = all(torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
-    after = engine.train_step(my_rows(example_batch(), engine), PolicyLoss())
+    after = engine.train_step(my_rows(example_batch(), engine), ACTOR)
     changed = any(not torch.equal(before[name], tensor) for name, tensor in engine.tensors().items())
     return same, metrics, changed, after["lr"].value, engine.step, engine.skipped_steps
 
@@ -320,13 +294,13 @@ def _quiet_replica(rank, kind):
     if kind == "no_rows":
         second = batch.split([8, 0])[1]
     mine = (first, second)[engine.coordinates.dp]
-    mine.meta["denominator"] = float(first["response_mask"].values.sum())
-    engine.train_step(mine, NoGraphLoss() if kind == "constant" and engine.coordinates.dp else PolicyLoss())
+    mine.meta["denominator"] = denominator(first)
+    engine.train_step(mine, NoGraphLoss() if kind == "constant" and engine.coordinates.dp else ACTOR)
     alone, _ = make_engine(tiny_spec(), layout, optimizer=settings(name="sgd", lr=1.0, clip_grad=0.0))
     alone.keep_gradients = True
     half = first.split([2, 2])[alone.coordinates.dp]
     half.meta["denominator"] = mine.meta["denominator"]
-    alone.train_step(half, PolicyLoss())
+    alone.train_step(half, ACTOR)
     return max(relative(g, alone.gradients()[name]) for name, g in engine.gradients().items()
                if alone.gradients()[name].abs().max() > 0)
 
@@ -342,7 +316,7 @@ def _clipped(rank):
     for clip in (0.0, 0.01):
         engine, where = make_engine(tiny_spec(), layout, optimizer=settings(name="sgd", lr=1.0, clip_grad=clip))
         before = read_out(where, rank, engine.tensors())
-        norm = engine.train_step(example_batch(), PolicyLoss())["grad_norm"].value
+        norm = engine.train_step(example_batch(), ACTOR)["grad_norm"].value
         after = read_out(where, rank, engine.tensors())
         changes.append((norm, [(*a[:3], b[3] - a[3]) for a, b in zip(before, after, strict=True)]))
     return changes
@@ -361,7 +335,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 def _no_optimizer(rank):
     engine, _ = make_engine(tiny_spec(), ParallelLayout.build(1), trainable=False)
     with pytest.raises(RuntimeError, match="trainable=False"):
-        engine.train_step(example_batch(), PolicyLoss())
+        engine.train_step(example_batch(), ACTOR)
     with pytest.raises(RuntimeError, match="keep_gradients"):
         engine.gradients()
     shapes = MegatronLayout(tiny_spec(), engine.layout).local_shapes(rank)
