@@ -88,8 +88,6 @@ def check(argv: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """The command `train`: everything else is in rlhf_megatron.train."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with `python -m`: a reward function of the user's is found
     from rlhf_megatron.train import main as run
 
     return run(argv)

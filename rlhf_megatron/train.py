@@ -25,9 +25,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def read_config(arguments: argparse.Namespace, ranks: int) -> Any:
-    """The checked config. Raises ConfigError with all violations at once."""
+    """The checked config, whose reward function can be called. Raises ConfigError with all violations at once."""
     from rlhf_megatron import devices
     from rlhf_megatron.config import checks, load
+    from rlhf_megatron.config.errors import Violation
 
     config = load.load_config(arguments.config, arguments.overrides)
     if arguments.single:
@@ -37,6 +38,14 @@ def read_config(arguments: argparse.Namespace, ranks: int) -> Any:
     violations = checks.check(config, ranks=ranks, gpus=devices.gpu_count())
     if violations:
         raise load.ConfigError.of(violations)
+    from rlhf_megatron.rewards import RewardError, find_reward
+
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with `python -m`: a module of the user's is found however we were started
+    try:
+        find_reward(config.reward.function, dict(config.reward.arguments))
+    except RewardError as error:
+        raise load.ConfigError.of([Violation("reward.function", str(error))]) from error
     return config
 
 

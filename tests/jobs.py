@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+YAML = Path(__file__).resolve().parents[1] / "yaml_configs" / "demo_ppo_cpu.yaml"
+
 
 @dataclass
 class JobResult:
@@ -25,6 +28,7 @@ class JobResult:
     output: str          # stdout and stderr of all ranks
     seconds: float
     timed_out: bool
+    left_behind: int     # processes of the ranks' groups that were still there when the last rank had ended
 
 
 def free_port() -> int:
@@ -46,23 +50,22 @@ def fork_job(ranks: int, main: Callable[[], int], timeout: float = 120.0) -> Job
                 _child(rank, ranks, port, out.fileno(), main)
             pids[pid] = rank
         codes: list[int | None] = [None] * ranks
-        everyone, timed_out, first_end = list(pids), False, None
+        everyone, timed_out = list(pids), False
         while pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in pids:
                 codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
-                first_end = first_end or time.monotonic()
             elif time.monotonic() - started > timeout:
                 timed_out = True
                 for left in pids:
                     _kill_group(left)
             else:
                 time.sleep(0.02)
-        for pid in everyone:  # grandchildren, if a rank left any behind
-            _kill_group(pid)
+        left_behind = sum(_kill_group(pid) for pid in everyone)
         out.seek(0)
         text = out.read().decode(errors="replace")
-    return JobResult([code if code is not None else -1 for code in codes], text, time.monotonic() - started, timed_out)
+    return JobResult([code if code is not None else -1 for code in codes], text, time.monotonic() - started, timed_out,
+                     left_behind)
 
 
 def run_job(arguments: list[str], ranks: int, timeout: float = 120.0) -> JobResult:
@@ -76,7 +79,7 @@ def run_loop(
     arguments: list[str], ranks: int, loop: Callable[[Any, dict[str, Any]], int], timeout: float = 120.0,
     workers: dict[str, Any] | None = None,
 ) -> JobResult:
-    """Like run_job, with another loop(config, groups) in the place of the trainer's, and other worker classes by role."""
+    """Like run_job, with another loop(config, groups) instead of the trainer's, and other worker classes by role."""
     from rlhf_megatron import devices, train
     from rlhf_megatron.controller.transports import transport
 
@@ -90,6 +93,33 @@ def run_loop(
         )
 
     return fork_job(ranks, main, timeout)
+
+
+def arguments(demo: Path, runs: Path, name: str, *overrides: str) -> list[str]:
+    """A short run of the demo's YAML: 8 prompts x 4 responses, fp32."""
+    given = [
+        f"run.name={name}", f"run.folder={runs}", f"data.train={demo}/class_train.jsonl", f"actor.model={demo}/model",
+        "trainer.prompts_per_step=8", "generation.samples_per_prompt=4", "trainer.mini_batch_size=16",
+        "trainer.steps=3", "trainer.stop_reward=null", "trainer.save_hf=never",
+        "actor.micro_batch_size=2", "critic.micro_batch_size=4", "reference.micro_batch_size=8",
+        "actor.optimizer.lr=1e-4", "critic.optimizer.lr=1e-4",
+    ]
+    for override in overrides:
+        if override.startswith("{all}"):
+            given += [override.replace("{all}", f"{role}.parallel") for role in ("actor", "critic", "reference")]
+        else:
+            given.append(override)
+    flags = [item for item in given if item.startswith("--")]
+    return [str(YAML), *flags, *[item for item in given if not item.startswith("--")]]
+
+
+def metrics(runs: Path, name: str) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def succeeded(result) -> None:
+    assert result.codes == [0] * len(result.codes), result.output[-4000:]
 
 
 def _child(rank: int, ranks: int, port: int, out: int, main: Callable[[], int]) -> None:
@@ -115,8 +145,10 @@ def _child(rank: int, ranks: int, port: int, out: int, main: Callable[[], int]) 
         os._exit(code)
 
 
-def _kill_group(pid: int) -> None:
+def _kill_group(pid: int) -> bool:
+    """Whether there was anything left to kill."""
     try:
         os.killpg(pid, signal.SIGKILL)
+        return True
     except (ProcessLookupError, PermissionError):
-        pass
+        return False

@@ -24,9 +24,9 @@ from rlhf_megatron.data.proto import DataProto, Ragged
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rewards import demo_tasks, format_length, gsm8k, sums  # noqa: F401  registers the built-in ones
 from rlhf_megatron.rewards.registry import RewardError, get_reward, names, register
-from rlhf_megatron.rewards.user import call_reward
+from rlhf_megatron.rewards.user import call_reward, find_reward
 
-__all__ = ["RewardError", "get_reward", "names", "register", "score"]
+__all__ = ["RewardError", "find_reward", "get_reward", "names", "register", "score"]
 
 
 def score(config: Any, batch: DataProto, tokenizer: Tokenizer) -> DataProto:

@@ -36,7 +36,7 @@ def names() -> list[str]:
 
 
 def get_reward(name: str) -> RewardFunction:
-    """The function behind a registered name or "package.module:function" (importable: on PYTHONPATH or installed).
+    """The function behind a registered name or "package.module:function" (in the working directory or on PYTHONPATH).
 
     Raises:
         RewardError: no such name, module or function; file paths are not accepted.

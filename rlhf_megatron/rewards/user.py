@@ -13,6 +13,18 @@ from rlhf_megatron.rewards.registry import RewardError, get_reward
 
 _RESERVED = {"mean", "std", "min", "max"}  # reward/<these> are the metrics of the reward itself
 _SEARCH_SECONDS = 30.0
+EXTRAS = ("lengths", "finish_reasons")  # per-row lists for functions that name such a parameter
+
+
+def find_reward(name: str, arguments: dict[str, Any]) -> Callable:
+    """The reward function, known to take `arguments`: what can be said before anything is generated.
+
+    Raises:
+        RewardError: no such module or function, importing it fails, or it does not take what it would be called with.
+    """
+    function = get_reward(name)
+    _wanted_extras(name, function, arguments, {key: [] for key in EXTRAS})
+    return function
 
 
 def call_reward(

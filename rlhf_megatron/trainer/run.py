@@ -158,7 +158,7 @@ class Run:
 
     def end_step(self, step: int, batch: DataProto) -> None:
         """Log, adapt the KL coefficient, save, decide whether to stop."""
-        config, trainer = self.config, self.config.trainer
+        trainer = self.config.trainer
         seconds = time.perf_counter() - self._step_started
         tokens = int(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
         values = self.metrics.take()
@@ -173,6 +173,13 @@ class Run:
                 f"{trainer.log_prob_gap_limit:g}: the sampler does not score with the trainer's weights (stale weights "
                 "after the last update, another temperature, or a lower precision)"
             )
+        for role in ("actor", "critic"):
+            if values.get(f"{role}/skipped"):
+                self.progress.say(
+                    f"warning: step {step}: {role}/skipped {values[f'{role}/skipped']:.0f}: the gradient of so many "
+                    "updates was not finite (a NaN in the rollout, or an overflow), or no token of theirs was valid; "
+                    "weights and optimizer state were left as they were"
+                )
         if trainer.rollouts.save:
             batch.select([name for name in batch.names() if name not in _MADE_BY_THE_LOOP]).save(
                 self.folder / "rollouts" / f"step_{step:06d}"

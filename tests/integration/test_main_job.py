@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from jobs import run_job, run_loop
+from jobs import arguments, metrics, run_job, run_loop, succeeded
 from rlhf_megatron.data.proto import DataProto
-
-ROOT = Path(__file__).resolve().parents[2]
-YAML = ROOT / "yaml_configs" / "demo_ppo_cpu.yaml"
 
 # placement -> (ranks, overrides)
 PLACEMENTS = {
@@ -21,41 +17,6 @@ PLACEMENTS = {
     "torchrun 2": (2, ["{all}.tp=2", "{all}.pp=1"]),
     "torchrun 4": (4, ["{all}.tp=1", "{all}.pp=2"]),
 }
-
-
-def arguments(demo: Path, runs: Path, name: str, *overrides: str) -> list[str]:
-    """A short run of the demo's YAML: 8 prompts x 4 responses, fp32."""
-    given = [
-        f"run.name={name}", f"run.folder={runs}", f"data.train={demo}/class_train.jsonl", f"actor.model={demo}/model",
-        "trainer.prompts_per_step=8", "generation.samples_per_prompt=4", "trainer.mini_batch_size=16",
-        "trainer.steps=3", "trainer.stop_reward=null", "trainer.save_hf=never",
-        "actor.micro_batch_size=2", "critic.micro_batch_size=4", "reference.micro_batch_size=8",
-        "actor.optimizer.lr=1e-4", "critic.optimizer.lr=1e-4",
-    ]
-    for override in overrides:
-        if override.startswith("{all}"):
-            given += [override.replace("{all}", f"{role}.parallel") for role in ("actor", "critic", "reference")]
-        else:
-            given.append(override)
-    flags = [item for item in given if item.startswith("--")]
-    return [str(YAML), *flags, *[item for item in given if not item.startswith("--")]]
-
-
-def metrics(runs: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def succeeded(result) -> None:
-    assert result.codes == [0] * len(result.codes), result.output[-4000:]
-
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory) -> Path:
-    from examples.make_demo_model import make
-
-    folder = tmp_path_factory.mktemp("demo")
-    make(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,9 @@ def gsm8k(smollm2: Path, runs: Path, layout: str, *overrides: str, timeout: floa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_short_gsm8k_step(smollm2, tmp_path, layout):
-    prompts = 4 if layout == "pp2dp2" else 2
-    (line,) = gsm8k(smollm2, tmp_path, layout, "trainer.steps=1", f"trainer.prompts_per_step={prompts}",
-                    "generation.samples_per_prompt=2", "generation.max_response_tokens=12", timeout=280)
+    (line,) = gsm8k(smollm2, tmp_path, layout, "trainer.steps=1", "trainer.prompts_per_step=2",
+                    "generation.samples_per_prompt=2", "generation.max_response_tokens=12",
+                    "actor.micro_batch_size=1", timeout=280)
     assert line["response/length_mean"] > 6
 
 
