@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.initialization import no_init_weights
 
 from rlhf_megatron import devices
 from rlhf_megatron.generation.engine import Completion, Sampling
@@ -30,9 +31,11 @@ class EmbeddedEngine:
         if batch_size < 1:
             raise ValueError(f"generation.batch_size={batch_size}: must be at least 1")
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=devices.dtype(dtype), attn_implementation="sdpa",
-                                                 trust_remote_code=False)
-        self.model = model.to(devices.device()).eval().requires_grad_(False)
+        with torch.device(devices.device()), no_init_weights():  # drawing weights that are written anyway takes minutes
+            model = AutoModelForCausalLM.from_config(config, dtype=devices.dtype(dtype), attn_implementation="sdpa",
+                                                     trust_remote_code=False)
+        model.tie_weights()  # belongs to the drawing that was left out
+        self.model = model.eval().requires_grad_(False)
         self.batch_size = batch_size
         self.tokenizer = None
         if (Path(model_dir) / "tokenizer_config.json").is_file():
