@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from make_sums_data import sums
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 SYSTEM = "Answer shortly."
 
@@ -45,6 +46,7 @@ def accuracy(directory: str, max_tokens: int = 32) -> tuple[int, list[str]]:
 
 
 def main() -> int:
+    disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", nargs="+")
     parser.add_argument("--at-least", type=float, default=0.0)

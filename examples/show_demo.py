@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 
 def answers(model_dir: Path, prompts: list[str], tokens: int) -> list[str]:
@@ -27,6 +28,7 @@ def answers(model_dir: Path, prompts: list[str], tokens: int) -> list[str]:
 
 
 def main() -> None:
+    disable_progress_bar()
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo")
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     train = config["data"]["train"]

@@ -54,7 +54,9 @@ def convert(gguf: Path, out: Path, dtype: str = "float32", force: bool = False) 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     if dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
     try:

@@ -98,9 +98,11 @@ def main(argv: list[str] | None = None) -> int:
               f"transport {config.cluster.transport}", flush=True)
     from rlhf_megatron.controller.transports import transport
 
-    folder = Path(config.run.folder) / config.run.name
+    folder, roles = Path(config.run.folder) / config.run.name, roles_of(config)
+    if rank == 0:
+        print(f"building {', '.join(roles)} from {config.actor.model}", flush=True)
     return transport(config.cluster.transport).run(
-        config, roles_of(config), lambda groups: loop(config, groups), log_folder=folder
+        config, roles, lambda groups: loop(config, groups), log_folder=folder
     )
 
 

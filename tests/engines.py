@@ -37,7 +37,8 @@ class LinearLoss:
         return total / meta["denominator"], {"actor/loss": Mean(total.item(), mask.sum().item())}
 
 
-def example_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0, aggregation: str = "token_mean") -> DataProto:
+def example_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0,
+                  aggregation: str = "token_mean") -> DataProto:
     """Rows of uneven length, about a fifth of the tokens masked, NaN in every float under the mask."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor([r for _, r in lengths])

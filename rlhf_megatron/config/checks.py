@@ -213,12 +213,12 @@ def _batches(config: Config, ranks: int) -> Iterator[Violation]:
 def _data(config: Config) -> Iterator[Violation]:
     data = config.data
     if len(data.shots) % 2:
-        yield Violation("data.shots", f"has {len(data.shots)} texts; it lists question, answer, question, answer: an even "
-                        "number")
+        yield Violation("data.shots", f"has {len(data.shots)} texts; it lists question, answer, question, answer: an "
+                        "even number")
     for name in ("system", "shots"):
         if getattr(data, name) and not data.chat:
-            yield Violation(f"data.{name}", "has no effect with data.chat=false, where the prompt is a raw string; put the "
-                            "text into the prompts, or set data.chat to true")
+            yield Violation(f"data.{name}", "has no effect with data.chat=false, where the prompt is a raw string; put "
+                            "the text into the prompts, or set data.chat to true")
 
 
 def _algorithm(config: Config) -> Iterator[Violation]:

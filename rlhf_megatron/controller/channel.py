@@ -106,7 +106,8 @@ class RankEnd:
     def reply(self, value: Any, kind: bytes = b"ok") -> None:
         """Send an answer; returns when its buffers are free again, so that the next call may overwrite tensors."""
         tracker = self._calls.send_multipart([kind, *wire.pack(value)], copy=False, track=True)
-        tracker.wait()
+        if tracker is not None:
+            tracker.wait()
 
     def begin(self, doing: str) -> None:
         """Say what the main thread does from now on."""

@@ -68,13 +68,9 @@ def split(batch: DataProto, replicas: int) -> Split:
     if len(batch) == 0:
         raise ValueError("a batch of 0 rows cannot be split over replicas; check what the loop selected")
     rows = assign(token_counts(batch), replicas)
-    padding = None
-    parts = []
-    for part in rows:
-        if not part and padding is None:
-            padding = padding_row(batch)
-        parts.append(batch.reorder(part) if part else padding)
-    return Split(tuple(parts), tuple(tuple(part) for part in rows))
+    padding = padding_row(batch) if not all(rows) else batch
+    parts = tuple(batch.reorder(part) if part else padding for part in rows)
+    return Split(parts, tuple(tuple(part) for part in rows))
 
 
 def padding_row(batch: DataProto) -> DataProto:

@@ -290,10 +290,11 @@ class Hub:
         if self._suspect is None:
             self._settle_at = time.monotonic() + settle
             self._ask_where()
+        other: JobError | None = error
         if self._suspect is None or error.blame < self._suspect.blame:
-            error, self._suspect = self._suspect, error
-        if error is not None and not isinstance(error, Interrupted):
-            self._consequences.append(error.cause.splitlines()[0][:200])
+            other, self._suspect = self._suspect, error
+        if other is not None and not isinstance(other, Interrupted):
+            self._consequences.append(other.cause.splitlines()[0][:200])
 
     def _lost(self, rank: int) -> None:
         calls = self._calls[rank]
@@ -322,6 +323,7 @@ class Hub:
 
     def _settle(self, now: float) -> None:
         error = self._suspect
+        assert error is not None, "settled without a suspect"
         for rank in self._calls:
             if rank == getattr(error, "rank", None):
                 continue
@@ -336,6 +338,7 @@ class Hub:
 
     def _finish_job(self) -> None:
         """End every other rank, say the first cause, end this process."""
+        assert self.failure is not None, "ended without a failure"
         notes = [f"Then: {line}" for line in self._consequences[:3]]
         if self._ended is not None:
             error, place = self._ended

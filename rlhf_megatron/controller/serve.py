@@ -58,12 +58,14 @@ class Workers:
 
 def share_rows(rows: DataProto | None, replica: Replica, group: Any, rank: int) -> DataProto:
     """The replica's rows on every rank of it: two broadcasts from the entry rank (sizes, then one flat buffer)."""
-    if group is None:
+    entry = rank == replica.entry
+    assert rows is not None or not entry, "the entry rank was sent no rows"
+    if group is None and rows is not None:
         return rows
     device = devices.device()
-    flat = wire.flatten(wire.pack(rows)) if rank == replica.entry else None
+    flat = wire.flatten(wire.pack(rows)) if entry else None
     size = torch.tensor([0 if flat is None else flat.numel()], dtype=torch.int64, device=device)
     dist.broadcast(size, src=replica.entry, group=group)
     buffer = torch.empty(int(size), dtype=torch.uint8, device=device) if flat is None else flat.to(device)
     dist.broadcast(buffer, src=replica.entry, group=group)
-    return rows if rank == replica.entry else wire.unflatten(buffer.cpu())
+    return rows if rows is not None else wire.unflatten(buffer.cpu())

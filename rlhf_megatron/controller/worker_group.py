@@ -67,7 +67,7 @@ class WorkerGroup:
         taken = sorted(set(self._methods) & {"role", "pool", "start", "methods"})
         if taken:
             raise ValueError(f"{worker_cls.__qualname__}.{taken[0]}: WorkerGroup has that name; rename the method")
-        kinds = {spec.split for spec in self._methods.values()} - {None}
+        kinds = {spec.split for spec in self._methods.values() if spec.split is not None}
         self._replicas = {kind: _replicas(role, worker_cls, config, pool, kind) for kind in kinds}
 
     def methods(self) -> list[str]:

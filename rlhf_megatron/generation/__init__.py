@@ -1,1 +1,1 @@
-"""Generation engines: what they promise (engine.py) and the embedded one, which runs transformers' models in the trainer's process."""
+"""Generation engines: what they promise (engine.py), and the embedded one, transformers in the trainer's process."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,8 @@ from rlhf_megatron.generation.stopping import Stopper, stop_token_ids
 class EmbeddedEngine:
     """Generates with transformers' model class of an HF directory.
 
-    The engine reads the directory's config and tokenizer, not its weights: those are written into `tensors()`, under the
-    published names; a tied lm_head is the embedding and has no name of its own. No code from the directory is run.
+    The engine reads the directory's config and tokenizer, not its weights: those are written into `tensors()`, under
+    their published names; a tied lm_head is the embedding and has no name of its own. No code of the directory is run.
 
     Args:
         model_dir: HF directory.
@@ -37,7 +39,7 @@ class EmbeddedEngine:
         model.tie_weights()  # belongs to the drawing that was left out
         self.model = model.eval().requires_grad_(False)
         self.batch_size = batch_size
-        self.tokenizer = None
+        self.tokenizer: Any = None
         if (Path(model_dir) / "tokenizer_config.json").is_file():
             self.tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
         self.stop_ids = stop_token_ids(model_dir, self.tokenizer)
@@ -77,10 +79,7 @@ class EmbeddedEngine:
         for row, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompt {row} is empty: a model needs at least one token to continue")
-        decode = None
-        if self.tokenizer is not None:
-            tokenizer = self.tokenizer
-            decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
+        decode = None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=True)
         stopper = Stopper(self.stop_ids, sampling.stop, decode, sampling.max_tokens)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         done: dict[int, Completion] = {}
@@ -99,7 +98,7 @@ class EmbeddedEngine:
         cache = DynamicCache(config=self.model.config)
         made: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         reasons: list[str | None] = [None] * len(prompts)
-        active = list(range(len(prompts)))  # row of the batch -> row of the prompts; finished rows stay until compaction
+        active = list(range(len(prompts)))  # row of the batch -> row of the prompts; done ones stay until compaction
         # the position of a token is the number of real tokens before it
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         for position in range(sampling.max_tokens):

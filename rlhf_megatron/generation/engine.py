@@ -16,9 +16,9 @@ class Sampling:
     temperature: 0 means greedy: the likeliest token, no noise.
     top_p, top_k: keep the smallest set of tokens with probability top_p, the top_k likeliest (1.0 and 0 = off).
     stop: strings that end a response; the token that completes one is its last.
-    log_probs: "raw" = log-softmax of the model's logits; "processed" = of the distribution that was sampled from (tempered,
-        then renormalised over what top-p and top-k keep; greedy counts as temperature 1). The trainer scores at the sampling
-        temperature, so away from temperature 1 only "processed" ones are comparable with its own.
+    log_probs: "raw" = log-softmax of the model's logits; "processed" = of the distribution that was sampled from
+        (tempered, then renormalised over what top-p and top-k keep; greedy counts as temperature 1). The trainer scores
+        at the sampling temperature, so away from temperature 1 only "processed" ones are comparable with its own.
     seed, step: with the sample id and the position, all that the noise depends on.
     """
 
@@ -57,7 +57,7 @@ class Completion:
 
 
 class GenerationEngine(Protocol):
-    """An engine in the trainer's process. The trainer writes weights into `tensors()`, then calls finish_weights and reset_cache.
+    """An engine in the trainer's process. The trainer writes into `tensors()`, then calls finish_weights, reset_cache.
 
     Order around a rollout: wake, weights, finish_weights, reset_cache, generate, sleep.
     """

@@ -54,20 +54,19 @@ def sampling_log_probs(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probs [B] float32, from logits [B, V] and uniforms [B].
 
-    By inverting the cumulative distribution in float64: a rounding difference of the logits, as another batch makes one,
+    By inverting the cumulative distribution in float64: a rounding difference of the logits, as another batch makes,
     changes a token only if the uniform lies within that difference of an edge.
     """
+    log_probs = sampling_log_probs(logits, sampling)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        log_probs = logits.double().log_softmax(-1) if sampling.log_probs == "raw" else sampling_log_probs(logits, sampling)
     else:
-        log_probs = sampling_log_probs(logits, sampling)
         cumulative = log_probs.exp().cumsum(-1)
         # scaled by the actual total, so that rounding can never point beyond the last token that has probability
         target = noise.to(cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
         last = (log_probs > -torch.inf).long().cumsum(-1).argmax(-1)
         tokens = torch.minimum(tokens, last)
-        if sampling.log_probs == "raw":
-            log_probs = logits.double().log_softmax(-1)
+    if sampling.log_probs == "raw":
+        log_probs = logits.double().log_softmax(-1)
     return tokens, log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()

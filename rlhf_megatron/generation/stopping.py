@@ -40,9 +40,10 @@ class Stopper:
 
     def __init__(self, stop_ids: Iterable[int], stop_strings: Sequence[str], decode: Callable[[list[int]], str] | None,
                  max_tokens: int) -> None:
-        self.stop_ids, self.strings, self.decode, self.max_tokens = frozenset(stop_ids), tuple(stop_strings), decode, max_tokens
+        self.stop_ids, self.strings = frozenset(stop_ids), tuple(stop_strings)
+        self.decode, self.max_tokens = decode, max_tokens
         if self.strings and decode is None:
-            raise ValueError(f"stop strings {self.strings} need a tokenizer to decode with; the model directory has none")
+            raise ValueError(f"stop strings {self.strings} need a tokenizer, and the model directory has none")
         # a token is at least one byte of text, so a stop string of n bytes ends within the last n tokens
         self.window = max((len(s.encode()) for s in self.strings), default=0) + TAIL
 

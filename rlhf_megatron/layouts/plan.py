@@ -175,7 +175,7 @@ class ReshardPlan:
                 for index, start, stop, region in self._pieces(tensor, place, self._own(tensor, mine)):
                     size = tuple(b - a for a, b in zip(start, stop, strict=True))
                     offset = _inside(place, start)
-                    here = source.places[region].get(mine)
+                    here = None if mine is None else source.places[region].get(mine)
                     if here is not None:
                         rounds[index].copies.append(Copy(tensor, here.local, _inside(here, start), place.local, offset,
                                                          size, prod(size)))
@@ -271,7 +271,8 @@ class ReshardPlan:
                 for tensor, regions in found.items()}
 
     def _check_coverage(self) -> None:
-        missing, wanted = [], set()
+        missing: list[str] = []
+        wanted: set[str] = set()
         for number, (placements, ranks) in enumerate(self._target_classes):
             wanted.update(self._wanted[number])
             for place in placements:
@@ -339,7 +340,8 @@ class ReshardPlan:
         if mine is None:
             return 0, 0
         source_shapes, target_shapes = self.source.local_shapes(rank), self.target.local_shapes(rank)
-        own, aligned = 0, {}
+        own = 0
+        aligned: dict[tuple[str, str], int] = {}
         for tensor, places in self._wanted[self._target_class[rank]].items():
             source = self._index[tensor]
             for place in places:

@@ -70,6 +70,7 @@ class ParallelLayout:
     cp: int = 1
     dp: int = 1
     ranks: tuple[int, ...] = ()
+    _index: dict[int, int] = field(init=False, repr=False, compare=False)  # rank -> position in `ranks`
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -8,7 +8,7 @@ resume is wrong. Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Adam(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures here
         """One update of every parameter that has a gradient. `closure` is not supported."""
         if closure is not None:
             raise ValueError("a closure is not supported: megatron-core makes the gradients itself")

@@ -286,7 +286,7 @@ def _count_padding(ddp: torch.nn.Module) -> None:
     one of their own), everything behind a padded bucket would silently be saved shifted. These sizes are used for
     nothing else.
     """
-    for buffer in ddp.buffers:
+    for buffer in ddp.buffers:  # type: ignore[attr-defined]  # DDP hides the method behind a list
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
         buffer.numel_unpadded = buffer.numel
@@ -307,7 +307,7 @@ def _description(engine: MegatronEngine) -> dict[str, Any]:
         "format": FORMAT,
         "head": engine.head,
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "optimizer": None if engine.optimizer is None else engine.settings.name,
+        "optimizer": None if engine.settings is None else engine.settings.name,
         "model": {name: getattr(spec, name) for name in (
             "family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim",
             "vocab_size", "tied")},

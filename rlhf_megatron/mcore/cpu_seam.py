@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rlhf_megatron import devices
+from rlhf_megatron.mcore import known_warnings
 from rlhf_megatron.mcore.adam import Adam
 
 CPU = torch.device("cpu")
@@ -58,7 +59,10 @@ def symbols() -> list[tuple[str, str]]:
 def install() -> None:
     """Patch what the table names, once. Does nothing with CUDA."""
     global _installed
-    if _installed or devices.is_cuda():
+    if _installed:
+        return
+    known_warnings.silence(devices.is_cuda())
+    if devices.is_cuda():
         return
     _installed = True
     _put("torch.cuda", "current_device", lambda: CPU)
@@ -146,11 +150,13 @@ class _Stream:
 
 def _install_rng() -> None:
     module = "megatron.core.tensor_parallel.random"
-    random = importlib.import_module(module)
+    random: Any = importlib.import_module(module)
     default = "default-rng"
 
     class CPURNGStatesTracker(random.CudaRNGStatesTracker):
         """megatron-core's tracker over the CPU generator."""
+
+        _current_state_name: str
 
         def add(self, name: str, seed: int) -> None:
             if seed in self.seeds_ or name in self.states_:

@@ -151,7 +151,7 @@ class MegatronEngine:
         skipped, with weights, optimizer state and learning rate left as they are on all ranks, when a gradient is not
         finite or when meta["denominator"] is 0 (no valid token in the mini-batch).
         """
-        if self.optimizer is None:
+        if self.optimizer is None or self.settings is None:
             raise RuntimeError("this engine was built with trainable=False: it has no optimizer to make an update with")
         if batch.meta.get("denominator") == 0:
             return self._report([], applied=False)

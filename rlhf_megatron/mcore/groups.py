@@ -89,7 +89,8 @@ def build_groups(layout: ParallelLayout, seed: int = 1) -> ProcessGroupCollectio
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     with use(groups, layout):
-        tp_random.model_parallel_cuda_manual_seed(seed, tp_rank=tp.rank(), ep_rank=0, etp_rank=0)
+        tp_rank = layout.coordinates(dist.get_rank()).tp
+        tp_random.model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank, ep_rank=0, etp_rank=0)
         _trackers[id(groups)] = (groups, tp_random._CUDA_RNG_STATE_TRACKER)
     return groups
 

@@ -143,16 +143,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 own, column = _columns(targets[part], ctx.first, ctx.real)
                 d.scatter_add_(1, column[:, None], torch.where(own[:, None], g, 0.0))
                 d = d.div_(ctx.temperature).to(weight.dtype)
-                if want_hidden:
+                if hidden_grad is not None:
                     hidden_grad[part] = d @ rows
-                if want_weight:
+                if weight_grad is not None:
                     _add_product(weight_grad[: ctx.real], d, hidden[part])
                 del x, d
-        if want_hidden:
+        if hidden_grad is not None:
             if ctx.group is not None and n:
                 dist.all_reduce(hidden_grad, group=ctx.group)
             hidden_grad = hidden_grad.to(hidden.dtype)
-        if want_weight:
+        if weight_grad is not None:
             weight_grad = weight_grad.to(weight.dtype)
         return hidden_grad, weight_grad, None, None, None, None, None, None
 

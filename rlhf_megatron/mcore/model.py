@@ -125,7 +125,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.tp_group = tp_group
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  megatron-core's tag
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
@@ -141,8 +141,8 @@ def block_spec(spec: ModelSpec, layers: int) -> TransformerBlockSubmodules:
     if uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TENorm)
+        fused = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        return TransformerBlockSubmodules(layer_specs=[fused] * layers, layer_norm=TENorm)
     layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron import devices
+
 from ..layouts.boxes import Index, Layout
 from ..layouts.plan import Piece, ReshardPlan, Round
 
@@ -88,10 +90,10 @@ class Execution:
         self.alone = dist.is_available() and not dist.is_initialized()
         self.rank = 0 if self.alone else dist.get_rank(group)
         nccl = not self.alone and "nccl" in dist.get_backend(group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")  # of messages
+        self.device = devices.device() if nccl else torch.device("cpu")  # of messages
         self.rounds = plan.for_rank(self.rank).rounds
         self.figures = Figures()
-        self.dtype: torch.dtype | None = None
+        self.dtype = torch.float32  # of messages; agreed upon by `prepare`
 
     def prepare(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor] | None,
                 dtype: torch.dtype | None = None) -> None:
@@ -108,9 +110,9 @@ class Execution:
                 problem = "the plan moves weights between ranks, but torch.distributed is not initialised"
             if problem:
                 raise ReshardError(problem)
-            self.dtype = dtype
-            return
-        self.dtype = self._agree(problem, dtype)
+            self.dtype = dtype or self.dtype
+        else:
+            self.dtype = self._agree(problem, dtype)
 
     @torch.no_grad()
     def round(self, index: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
@@ -131,12 +133,14 @@ class Execution:
 
     def _post(self, now: Round, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
               ) -> tuple[list, list[tuple[list[Piece], Tensor]]]:
+        """Start all messages -> their works, and the buffers to unpack once those are done."""
         incoming, outgoing = self._messages(now.receives), self._messages(now.sends)
         into = [self._direct(message, target) for message in incoming]
         of = [self._direct(message, source) for message in outgoing]
         inbox = self._buffers("receive", incoming, into)
         outbox = self._buffers("send", outgoing, of)
-        posts, unpack = [], []
+        posts: list[tuple[str, Message, Tensor]] = []
+        unpack: list[tuple[list[Piece], Tensor]] = []
         for message, straight, buffer in zip(incoming, into, inbox, strict=True):
             if straight is None:
                 unpack.append((message.pieces, buffer))
@@ -180,14 +184,12 @@ class Execution:
         return region if fits else None
 
     def _buffers(self, side: str, messages: list[Message], straight: list[Tensor | None]
-                 ) -> list[Tensor | None]:
+                 ) -> list[Tensor]:
+        """A part of the staging memory for every message that does not go straight; no elements for one that does."""
         needed = [message.elements if region is None else 0 for message, region in zip(messages, straight, strict=True)]
-        whole = self.staging.take(side, sum(needed), self.dtype, self.device) if any(needed) else None
-        found, at = [], 0
-        for count in needed:
-            found.append(whole[at:at + count] if count else None)
-            at += count
-        return found
+        if not any(needed):
+            return [torch.empty(0, dtype=self.dtype)] * len(needed)
+        return list(self.staging.take(side, sum(needed), self.dtype, self.device)[:sum(needed)].split(needed))
 
     def _problem(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor] | None) -> str | None:
         found = check_tensors(self.plan.source, self.rank, source, "source")

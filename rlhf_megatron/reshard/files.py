@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class Checkpoint:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._open = ExitStack()
-        self._files: dict[str, object] = {}
+        self._files: dict[str, Any] = {}  # safetensors' handles, which have no public type
         try:
             self.where = self._find()
         except BaseException:
@@ -66,7 +67,7 @@ class Checkpoint:
         """The region [start, stop) of a tensor, read from the file without the rest of the tensor."""
         return self._slice(name)[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
 
-    def _slice(self, name: str):
+    def _slice(self, name: str) -> Any:
         return self._files[self.where[name]].get_slice(name)
 
     def _find(self) -> dict[str, str]:
@@ -294,7 +295,8 @@ def _all_or_none(failure: Exception | None, run: Execution, directory: Path) -> 
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> Iterator[list[str]]:
-    names, filled = [], 0
+    names: list[str] = []
+    filled = 0
     for name, shape in shapes.items():
         size = _elements(shape) * itemsize
         if names and filled + size > limit:

@@ -1,7 +1,7 @@
 """Reward `gsm8k`: grade-school maths word problems with the final answer written as "#### n".
 
-The rows are those of the GSM8K data set (columns `question` and `answer`; the answer ends with "#### n"). A model learns
-the format from worked examples before the question (`data.shots`).
+The rows are those of the GSM8K data set (columns `question` and `answer`; the answer ends with "#### n"). A model is
+shown the format by worked examples before the question (`data.shots`).
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class Run:
     def _meaning(self) -> dict[str, Any]:
         """What may not change on resume. Layouts, micro-batches, logging and the number of steps may."""
         config = self.config
-        meaning = {"actor.model": config.actor.model, "run.dtype": config.run.dtype, "trainer.seed": config.trainer.seed}
+        meaning = {"actor.model": config.actor.model, "run.dtype": config.run.dtype,
+                   "trainer.seed": config.trainer.seed}
         for section in ("data", "algorithm", "reward", "generation"):
             for key, value in dataclasses.asdict(getattr(config, section)).items():
                 meaning[f"{section}.{key}"] = value
@@ -129,7 +130,8 @@ class Run:
         fields = {name: value.pad(0) for name, value in batch.tensors.items()
                   if isinstance(value, Ragged) and name != "prompts" and torch.equal(value.lengths, lengths)}
         new, metrics = self.algorithm.advantages(
-            fields, torch.tensor(batch["group_id"]), self.config.algorithm, kl_coefficient=self.kl_controller.coefficient
+            fields, torch.tensor(batch["group_id"]), self.config.algorithm,
+            kl_coefficient=self.kl_controller.coefficient,
         )
         inside = batch["responses"].mask()
         made = {name: Ragged(value[inside], lengths) for name, value in new.items()}
@@ -209,4 +211,6 @@ class Run:
 
 
 # Made anew from a replayed rollout; saving them would tie it to the weights of the run that wrote it.
-_MADE_BY_THE_LOOP = {"old_log_probs", "ref_log_probs", "values", "entropy", "advantages", "returns", "token_level_rewards"}
+_MADE_BY_THE_LOOP = {
+    "old_log_probs", "ref_log_probs", "values", "entropy", "advantages", "returns", "token_level_rewards",
+}

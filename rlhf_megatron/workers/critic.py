@@ -19,7 +19,10 @@ class CriticWorker(MegatronWorker):
 
     def __init__(self, role: str, config: Any, context: RankContext) -> None:
         super().__init__(role, config, context)
-        self.loss = registry.get(config.algorithm.name).critic_loss(config.algorithm)
+        make_loss = registry.get(config.algorithm.name).critic_loss
+        if make_loss is None:
+            raise ValueError(f"algorithm {config.algorithm.name} wants values but has no critic_loss to learn them by")
+        self.loss = make_loss(config.algorithm)
 
     @method(reads=("prompts", "responses"), returns=("values",), split="train")
     def values(self, batch: DataProto) -> DataProto | None:

@@ -6,7 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines import ACTOR, CRITIC, GRPO_ACTOR, LENGTHS, PPO, LinearLoss, denominator, example_batch, make_engine, my_rows
+from engines import (
+    ACTOR,
+    CRITIC,
+    GRPO_ACTOR,
+    LENGTHS,
+    PPO,
+    LinearLoss,
+    denominator,
+    example_batch,
+    make_engine,
+    my_rows,
+)
 from ranks import run_ranks
 from rlhf_megatron.algorithms.losses import ActorLoss
 from rlhf_megatron.data.proto import DataProto, Ragged

@@ -102,7 +102,7 @@ def tiny_model(request, tmp_path_factory):
                     tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**settings, **changes}))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # norms of one and biases of zero would hide mistakes
+        for parameter in model.parameters():  # norms of one and biases of zero would hide mistakes
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))

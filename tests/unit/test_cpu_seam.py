@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 
 import pytest
 import torch
 
 from rlhf_megatron import devices
-from rlhf_megatron.mcore import cpu_seam
+from rlhf_megatron.mcore import cpu_seam, known_warnings
 
 
 @pytest.mark.parametrize("module, attribute", cpu_seam.symbols())
@@ -48,3 +49,15 @@ def test_devices_refuse_what_is_not_there(monkeypatch):
     with pytest.raises(ValueError, match="float16"):
         devices.dtype("float16")
     assert devices.memory_peak_mb() > 10
+
+
+def test_only_known_warnings_are_left_out():
+    known_warnings.silence(cuda=False)
+    with warnings.catch_warnings(record=True) as shown:
+        for message, module in (
+            ("full scope is deprecated. Use", "megatron.core.models.backends"),
+            ("full scope is deprecated. Use", "somebody.else"),
+            ("Something new", "megatron.core.models.backends"),
+        ):
+            warnings.warn_explicit(message, UserWarning, f"{module}.py", 1, module=module)
+    assert [str(w.message) for w in shown] == ["full scope is deprecated. Use", "Something new"]

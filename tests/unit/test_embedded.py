@@ -85,7 +85,8 @@ def test_log_probs_are_those_of_one_forward_over_the_whole_row(folder, kind):
     found = generate(engine, PROMPTS, temperature=0.7, log_probs=kind)
     for prompt, completion in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
-            logits = engine.model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].double()
+            logits = engine.model(torch.tensor([prompt + completion.token_ids])).logits
+            logits = logits[0, len(prompt) - 1 : -1].double()
         if kind == "processed":
             logits = logits / 0.7
         exact = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -102,7 +103,7 @@ def test_left_padding_changes_nothing(folder, pads):
 
 
 def test_positions_count_real_tokens_only(llama):
-    """Rotary embeddings forgive a shift, so what the model is given is looked at: mask [0,0,1,1,1] -> [., ., 0, 1, 2]."""
+    """Rotary embeddings forgive a shift, so look at what the model is given: mask [0,0,1,1,1] -> [., ., 0, 1, 2]."""
     engine, seen = engine_of(llama), []
 
     def look(module, arguments, given):

@@ -14,8 +14,8 @@ TOKENIZER = toy_tokenizer()
 
 
 def settings(train, **changes):
-    values = dict(train=train, prompt_key="prompt", chat=False, system=None, shots=(), max_prompt_tokens=512, overlong="error",
-                  shuffle=True, drop_last=True, bad_rows="stop")
+    values = dict(train=train, prompt_key="prompt", chat=False, system=None, shots=(), max_prompt_tokens=512,
+                  overlong="error", shuffle=True, drop_last=True, bad_rows="stop")
     return SimpleNamespace(**{**values, **changes})
 
 

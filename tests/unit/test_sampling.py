@@ -1,4 +1,4 @@
-"""Drawing tokens: noise by coordinates, the sampled distribution exactly, and log-probs of the kind that was asked for."""
+"""Drawing tokens: noise by coordinates, the sampled distribution exactly, and log-probs of the kind asked for."""
 
 import math
 
@@ -48,7 +48,9 @@ def test_noise_is_uniform_and_uncorrelated_along_every_coordinate():
 # ---- the distribution ----
 
 
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}, {"temperature": 2.0, "top_p": 0.7}])
+@pytest.mark.parametrize("changes", [
+    {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}, {"temperature": 2.0, "top_p": 0.7},
+])
 def test_drawn_tokens_have_the_distribution(changes):
     """Chi-square against probabilities computed by hand from the definition."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0, -2.0])
@@ -122,14 +124,16 @@ def test_processed_log_probs_are_renormalised_over_what_is_kept():
 @pytest.mark.parametrize("kind", ["raw", "processed"])
 def test_greedy_takes_the_likeliest_and_scores_it_at_temperature_one(kind):
     for noise in (0.0, 0.99):
-        tokens, found = draw(LOG4, torch.tensor([noise], dtype=torch.float64), sampling(temperature=0.0, log_probs=kind))
+        greedy = sampling(temperature=0.0, log_probs=kind)
+        tokens, found = draw(LOG4, torch.tensor([noise], dtype=torch.float64), greedy)
         assert tokens.item() == 0 and found.item() == pytest.approx(math.log(0.8), abs=1e-6)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"max_tokens": 0}, "max_tokens=0: must be at least 1"), ({"temperature": -1.0}, "temperature=-1.0: must be 0"),
     ({"top_p": 0.0}, "top_p=0.0: must be above 0"), ({"top_p": 1.1}, "top_p=1.1"), ({"top_k": -1}, "top_k=-1"),
-    ({"log_probs": "other"}, "log_probs='other': must be raw or processed"), ({"temperature": math.nan}, "temperature=nan"),
+    ({"log_probs": "other"}, "log_probs='other': must be raw or processed"),
+    ({"temperature": math.nan}, "temperature=nan"),
 ])
 def test_settings_that_mean_nothing_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -122,7 +123,9 @@ class _Process:
         self.stage = ("start", "join")
 
     def run(self) -> int:
-        saved = redirect_output(self.log_folder, self.job.rank) if self.redirected else None
+        saved = None
+        if self.redirected and self.log_folder is not None:
+            saved = redirect_output(self.log_folder, self.job.rank)
         cluster, job = self.config.cluster, self.job
         environment = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE")}
         try:
@@ -153,7 +156,8 @@ class _Process:
         places = [f"pool {pool.name}" for pool in self.pools.values() for _ in pool.ranks]
         hub = Hub(places, self.job.listen_address(), self.reporter, heartbeat_timeout=cluster.heartbeat_timeout,
                   call_timeout=cluster.call_timeout, start_timeout=cluster.collective_timeout)
-        store.set(_ENDPOINT, hub.endpoint.encode())  # before any thread starts: a store's client is for one thread
+        # before any thread starts: a store's client is for one thread
+        store.set(_ENDPOINT, hub.endpoint.encode())  # type: ignore[arg-type]  # bytes are taken, too
         hub.start()
         return hub
 
@@ -210,7 +214,7 @@ class _Process:
             method = message.get("method", "build")
             self.stage = (message["role"], method)
             end.begin(f"{message['role']}.{method}")
-            self._guarded(end, lambda message=message: self._carry_out(message))
+            self._guarded(end, partial(self._carry_out, message))
             end.begin(f"idle after {message['role']}.{method}")
 
     def _carry_out(self, message: dict[str, Any]) -> Any:
