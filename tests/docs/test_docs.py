@@ -1,0 +1,133 @@
+"""What README, CONTRIBUTING and the launch guide show is what happens: their commands are run, their links followed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_megatron.config import checks
+from rlhf_megatron.config.build import leaves
+from rlhf_megatron.config.load import load_config
+from rlhf_megatron.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(path for path in ROOT.rglob("*.md")
+               if not {".venv", "build", "runs", ".pytest_cache"} & set(path.relative_to(ROOT).parts))
+BIN = Path(sys.executable).parent
+SHORT = ["trainer.steps=1", "trainer.save_hf=never", "trainer.prompts_per_step=8", "trainer.mini_batch_size=64",
+         *(f"{role}.micro_batch_size=8" for role in ("actor", "critic", "reference"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language ("" for those without one)."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    return [text for name, text in fenced if name == language]
+
+
+def commands() -> list[str]:
+    """Every command of a bash block, without its comment."""
+    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    found = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+    return sorted({line for line in found if line})
+
+
+@pytest.fixture(scope="module")
+def demo_folder() -> None:
+    """build/demo, as `make demo` makes it."""
+    from examples.make_demo_model import make
+
+    if not (ROOT / "build" / "demo" / "model" / "config.json").is_file():
+        make(ROOT / "build" / "demo")
+
+
+def shell(words: list[str], timeout: float = 120) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "TORCHELASTIC"))}
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_commands_are_found():
+    assert {"make demo", "make test"} <= set(commands()) and len(commands()) > 10
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("command", commands(), ids=str)
+def test_a_command_of_the_documents_works(command, demo_folder, tmp_path):
+    words = shlex.split(command)
+    if words[0] == "make":  # their recipes are long; that they exist and take their arguments is looked at
+        assert shell([*words, "--dry-run"])
+        return
+    words[0] = words[0].replace(".venv/bin/", f"{BIN}/")
+    if "rlhf_megatron.train" in words:
+        shell([*words, *SHORT, f"run.folder={tmp_path}"])
+        assert (tmp_path / "demo" / "metrics.jsonl").read_text().count("\n") == 1
+    elif "check" in words or "--dry-run" in words:
+        assert shell(words)
+    else:
+        pytest.fail(f"no rule for {command!r}: say here how it is tested")
+
+
+def test_the_reward_example_of_the_readme_is_a_reward(demo_folder, tmp_path, monkeypatch):
+    (code,) = blocks(ROOT / "README.md", "python")
+    (tmp_path / "readme_reward.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows = '{"prompt": "ab:", "answer": "\\u0000"}\n' * 8  # a character that turns up now and then
+    (tmp_path / "rows.jsonl").write_text(rows)
+    shell([sys.executable, "-m", "rlhf_megatron.train", "yaml_configs/demo_ppo_cpu.yaml", "--single", *SHORT,
+           f"run.folder={tmp_path}", f"data.train={tmp_path}/rows.jsonl", "reward.function=readme_reward:my_reward"])
+    assert '"reward/mean"' in (tmp_path / "demo" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_tree_of_the_readme_is_the_tree():
+    (tree,) = [block for block in blocks(ROOT / "README.md", "") if "rlhf_megatron/\n" in block]
+    inside = [name for line in tree.splitlines() if line.startswith("  ")
+              for name in re.findall(r"[\w./]+", line.strip().partition("  ")[0])]
+    beside = [name for line in tree.splitlines() if not line.startswith("  ")
+              for name in re.findall(r"[\w./]+/", line.partition("  ")[0] if "  " in line else line)]
+    assert all((ROOT / "rlhf_megatron" / name).exists() for name in inside)
+    assert all((ROOT / name).is_dir() for name in beside)
+    packages = {path.parent.name for path in (ROOT / "rlhf_megatron").glob("*/__init__.py")}
+    assert packages == {name.rstrip("/") for name in inside if name.endswith("/")}
+
+
+RANKS = {  # the ranks that the file's own comment names
+    "demo_ppo_cpu.yaml": [(4, [])],
+    "smollm2_135m_sums_grpo_cpu.yaml": [(4, [])],
+    "smollm2_135m_gsm8k_grpo_cpu.yaml": [(4, []), (3, ["actor.parallel.tp=3", "actor.parallel.pp=1"])],
+}
+
+
+def test_every_config_is_listed():
+    assert set(RANKS) == {path.name for path in (ROOT / "yaml_configs").iterdir()}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_config_passes_its_checks(name, demo_folder, smollm2, monkeypatch):
+    from examples.make_sums_data import write
+
+    monkeypatch.chdir(ROOT)
+    write(ROOT / "build" / "sums")
+    path = ROOT / "yaml_configs" / name
+    assert path.read_text().startswith("# ")
+    for ranks, overrides in RANKS[name]:
+        assert checks.check(load_config(str(path), overrides), ranks) == []
+        single, _ = checks.single(load_config(str(path)))
+        assert checks.check(single, 1) == []
+
+
+def test_the_config_stays_small():
+    assert len(list(leaves(Config, ()))) <= 120
