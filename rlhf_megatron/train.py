@@ -49,13 +49,13 @@ def read_config(arguments: argparse.Namespace, ranks: int) -> Any:
     return config
 
 
-def loop(config: Any, groups: dict[str, Any]) -> int:
-    """What runs beside rank 0: build everything around the loop, run it, finish."""
+def loop(config: Any, groups: dict[str, Any], dataset: Any = None) -> int:
+    """What runs beside rank 0: build everything around the loop, run it, finish. `dataset`: see `Run`."""
     from rlhf_megatron.trainer.ppo import train
     from rlhf_megatron.trainer.run import Run
 
     trained = {role: group for role, group in groups.items() if role in ("actor", "critic")}
-    run = Run(config, trained)
+    run = Run(config, trained, dataset)
     train(run, groups["actor"], groups.get("critic"), groups.get("reference"))
     run.finish()
     return 0
@@ -101,9 +101,19 @@ def main(argv: list[str] | None = None) -> int:
     folder, roles = Path(config.run.folder) / config.run.name, roles_of(config)
     if rank == 0:
         print(f"building {', '.join(roles)} from {config.actor.model}", flush=True)
-    return transport(config.cluster.transport).run(
-        config, roles, lambda groups: loop(config, groups), log_folder=folder
-    )
+    from rlhf_megatron.trainer.run import read_prompts
+
+    prompts: list[Any] = []
+    try:
+        return transport(config.cluster.transport).run(
+            config, roles, lambda groups: loop(config, groups, *prompts), log_folder=folder,
+            prepare=lambda: prompts.append(read_prompts(config)),
+        )
+    except Exception as error:  # only inline: other transports have said the first cause and ended the job
+        if not getattr(error, "explains_itself", False):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 if __name__ == "__main__":

@@ -85,8 +85,13 @@ def describe_exception(error: BaseException) -> tuple[str, str, str]:
 
 
 def loop_error(error: BaseException) -> LoopError:
-    """The error of an exception that came out of the loop's own code."""
+    """The error of an exception that came out of the loop's own code.
+
+    An exception whose class says `explains_itself = True` names what the user has to change: no traceback is shown.
+    """
     name, message, text = describe_exception(error)
+    if getattr(error, "explains_itself", False):
+        return LoopError(message)
     return LoopError(f"the loop failed: {name}: {message}", text)
 
 

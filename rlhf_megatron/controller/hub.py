@@ -344,7 +344,7 @@ class Hub:
             error, place = self._ended
             if isinstance(error, JobError):
                 notes.append(f"The loop was at {place}")
-            elif not self.failure.details or self.failure.blame < 4:
+            elif self.failure.blame < 4:  # else it is the failure itself
                 notes.append(f"The loop then raised {type(error).__name__} at {place}")
         for rank in self._calls:
             if rank != 0:

@@ -31,6 +31,7 @@ class RLHFDataset:
     Order: with `shuffle`, every epoch is its own permutation, a function of (seed, epoch) only; else the files' order.
 
     Attributes:
+        tokenizer: as given.
         counts: rows, kept, bad, overlong_dropped, overlong_cut, control_strings (prompts that hold such a text).
         problems: the first few reasons for skipped rows.
 
@@ -39,7 +40,7 @@ class RLHFDataset:
     """
 
     def __init__(self, config: Any, tokenizer: Tokenizer, seed: int) -> None:
-        self.config, self.seed = config, int(seed)
+        self.config, self.tokenizer, self.seed = config, tokenizer, int(seed)
         self.counts = dict.fromkeys(
             ("rows", "kept", "bad", "overlong_dropped", "overlong_cut", "control_strings"), 0)
         self.problems: list[str] = []

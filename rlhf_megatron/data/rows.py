@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 class DataError(ValueError):
     """A data file or a row of it is not usable; the message names the file, the row and the remedy."""
 
+    explains_itself = True
+
 
 class SourceRow(NamedTuple):
     """One row: `row`, or `problem` in words when it could not be read."""

@@ -22,6 +22,12 @@ from typing import Any
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase; the library is imported only to load one
 
 
+class TokenizerError(ValueError):
+    """A directory's tokenizer cannot be used; the message says why and what to do."""
+
+    explains_itself = True
+
+
 class PromptError(ValueError):
     """A prompt cannot be encoded; the message says why. The caller adds file and row."""
 
@@ -30,18 +36,18 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a local HF directory. Nothing is downloaded and no code from the directory runs.
 
     Raises:
-        ValueError: there is no such directory, or it holds no tokenizer that transformers itself knows.
+        TokenizerError: there is no such directory, or it holds no tokenizer that transformers itself knows.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ValueError(f"tokenizer: {directory} is not a directory; name a local HF model directory")
+        raise TokenizerError(f"tokenizer: {directory} is not a directory; name a local HF model directory")
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything from KeyError to OSError for a damaged directory
-        raise ValueError(f"tokenizer: {directory} cannot be loaded without running code from it or downloading: "
-                         f"{type(error).__name__}: {error}") from error
+        raise TokenizerError(f"tokenizer: {directory} cannot be loaded without running code from it or downloading: "
+                             f"{type(error).__name__}: {error}") from error
 
 
 def encode_prompt(tokenizer: Tokenizer, row: Mapping[str, Any], chat: bool, system: str | None = None,
@@ -57,14 +63,14 @@ class PromptEncoder:
         shots: texts of worked examples, question and answer in turn; they become user and assistant messages.
 
     Raises:
-        ValueError: chat is wanted and the tokenizer has no chat template.
+        TokenizerError: chat is wanted and the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: bool, system: str | None = None, prompt_key: str = "prompt",
                  shots: Sequence[str] = ()) -> None:
         if chat and not getattr(tokenizer, "chat_template", None):
-            raise ValueError("data.chat is true, but the tokenizer has no chat template: set data.chat=false for raw "
-                             "strings, or add chat_template to the model directory")
+            raise TokenizerError("data.chat is true, but the tokenizer has no chat template: set data.chat=false for "
+                                 "raw strings, or add chat_template to the model directory")
         self.tokenizer, self.chat, self.prompt_key = tokenizer, chat, prompt_key
         self.before = [] if system is None else [{"role": "system", "content": system}]
         self.before += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(shots)]

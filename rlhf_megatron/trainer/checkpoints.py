@@ -21,6 +21,8 @@ _STEP = re.compile(r"step_(\d+)\Z")
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, found or used; the message names the path and the remedy."""
 
+    explains_itself = True
+
 
 def step_of(path: Path) -> int | None:
     """The step in a checkpoint directory's name, or None for a foreign directory."""

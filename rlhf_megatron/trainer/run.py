@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -45,23 +46,34 @@ class StepMetrics:
         return {name: value for name, value in values.items() if value is not None}
 
 
+def read_prompts(config: Any) -> RLHFDataset:
+    """The checked prompts of a config, encoded by the actor's tokenizer. Needs no models.
+
+    Raises:
+        DataError: see RLHFDataset; or fewer usable rows than a step takes.
+        TokenizerError: the model directory has no tokenizer, or one without the chat template that is asked for.
+    """
+    dataset = RLHFDataset(config.data, load_tokenizer(config.actor.model), seed=config.trainer.seed)
+    if config.trainer.rollouts.replay is None:
+        dataset.check_batch(config.trainer.prompts_per_step)
+    return dataset
+
+
 class Run:
     """One run in its folder. The loop calls its methods in the order of trainer/ppo.py.
 
     Args:
         config: the checked config.
         groups: the trained roles by name ("actor", and "critic" where the algorithm has one).
+        dataset: from `read_prompts`, if that was called already.
     """
 
-    def __init__(self, config: Any, groups: dict[str, WorkerGroup]) -> None:
+    def __init__(self, config: Any, groups: dict[str, WorkerGroup], dataset: RLHFDataset | None = None) -> None:
         self.config, self.groups = config, groups
         self.folder = Path(config.run.folder) / config.run.name
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        self.tokenizer = load_tokenizer(config.actor.model)
-        self.dataset = RLHFDataset(config.data, self.tokenizer, seed=config.trainer.seed)
-        if config.trainer.rollouts.replay is None:
-            self.dataset.check_batch(config.trainer.prompts_per_step)
+        self.dataset = dataset or read_prompts(config)
         self.algorithm = registry.get(config.algorithm.name)
         self.kl_controller = kl.controller(config.algorithm.kl)
         self.metrics = StepMetrics()
@@ -120,7 +132,7 @@ class Run:
     def score(self, batch: DataProto) -> DataProto:
         """Adds `token_level_scores` by the configured reward (unless a replayed rollout brings them)."""
         if "token_level_scores" not in batch:
-            batch = batch.union(score(self.config.reward, batch, self.tokenizer))
+            batch = batch.union(score(self.config.reward, batch, self.dataset.tokenizer))
         self.metrics.add(reward_metrics(batch))
         return batch
 
@@ -144,7 +156,7 @@ class Run:
         trainer, algorithm = self.config.trainer, self.config.algorithm
         for epoch in range(trainer.epochs):
             # The whole batch in one update needs no order; otherwise every epoch has its own, fixed by seed and step.
-            seed = None if not trainer.mini_batch_size else hash((trainer.seed, step, epoch)) & 0x7FFFFFFF
+            seed = _order_seed(trainer.seed, step, epoch) if trainer.mini_batch_size else None
             for mini in batch.mini_batches(trainer.mini_batch_size or len(batch), shuffle_seed=seed):
                 mask = mini["response_mask"].pad(False)
                 mini.meta["denominator"] = denominator(mask, algorithm.loss_aggregation)
@@ -208,6 +220,11 @@ class Run:
             print(f"HF checkpoint: {self.groups['actor'].export(directory=str(final))}", flush=True)
         self.log.close()
         print(report.write(self.folder), flush=True)
+
+
+def _order_seed(seed: int, step: int, epoch: int) -> int:
+    """A seed in 31 bits from three numbers, the same in every version of Python (unlike `hash`)."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {epoch}".encode(), digest_size=4).digest()) >> 1
 
 
 # Made anew from a replayed rollout; saving them would tie it to the weights of the run that wrote it.

@@ -138,6 +138,20 @@ def test_a_nan_on_a_valid_token_skips_the_update_and_says_so(demo, tmp_path, ran
         assert line["actor/skipped"] == 1 and "actor/grad_norm" not in line
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("override", "said"), [
+    ("data.max_prompt_tokens=2", "row 1: the prompt has 3 tokens, above data.max_prompt_tokens 2"),
+    ("trainer.prompts_per_step=1024", "fewer than trainer.prompts_per_step 1024"),
+    ("data.prompt_key=question", "no column 'question' (data.prompt_key)"),
+])
+def test_prompts_that_cannot_be_used_end_the_job_while_it_is_built(demo, tmp_path, ranks, override, said):
+    layout = ["--single"] if ranks == 1 else []
+    result = run_job(arguments(demo, tmp_path, "run", *layout, override), ranks)
+    assert all(result.codes) and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert result.output.count(said) == 1 and "Traceback" not in result.output, result.output
+
+
 BROKEN = {
     "no function": ("def other():\n    pass\n", "has no function 'reward'"),
     "does not compile": ("def reward(:\n", "SyntaxError"),

@@ -9,7 +9,7 @@ _MODULES = {"inline": "inline", "torchrun": "torchrun"}
 
 
 def transport(name: str) -> ModuleType:
-    """The transport module; it has `run(config, roles, loop, log_folder=None) -> int`.
+    """The transport module; it has `run(config, roles, loop, log_folder=None, prepare=...) -> int`.
 
     Raises:
         ValueError: no such transport.

@@ -54,9 +54,9 @@ class InlineTransport:
 
 def run(
     config: Any, roles: Mapping[str, type[Worker]], loop: Callable[[dict[str, WorkerGroup]], int | None],
-    log_folder: str | Path | None = None,
+    log_folder: str | Path | None = None, prepare: Callable[[], None] = lambda: None,
 ) -> int:
-    """Build the roles in this process, run the loop, return its exit code (None counts as 0).
+    """Prepare, build the roles in this process, run the loop, return its exit code (None counts as 0).
 
     Exceptions pass through; with a log folder their text is also written to `<log_folder>/errors/`. What the
     environment says about ranks (left over from a launcher) is overruled while the loop runs.
@@ -77,6 +77,7 @@ def run(
         if own_world:
             dist.init_process_group(devices.backend(), store=dist.HashStore(), rank=0, world_size=1,
                                     timeout=timedelta(seconds=config.cluster.collective_timeout))
+        prepare()
         groups = {}
         for role, worker_cls in roles.items():
             groups[role] = WorkerGroup(role, worker_cls, config, pool_of(role, config, pools), InlineTransport(workers))

@@ -72,7 +72,8 @@ class TorchrunTransport:
 
 
 def run(
-    config: Any, roles: Mapping[str, type[Worker]], loop: Loop, log_folder: str | Path | None = None
+    config: Any, roles: Mapping[str, type[Worker]], loop: Loop, log_folder: str | Path | None = None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> int:
     """Take this process's part in the job. Call it in the main thread, with the same arguments on every rank.
 
@@ -82,6 +83,7 @@ def run(
         loop: runs on rank 0 with a WorkerGroup per role; returns the exit code (None counts as 0).
         log_folder: ranks other than 0 write their output to `<log_folder>/logs/rank_<r>.log`, and the first cause of a
             failure is kept in `<log_folder>/errors/`.
+        prepare: runs on rank 0 before the loop, while the roles are built: what may be refused without them.
 
     Returns:
         The loop's exit code, on every rank. After a failure the process does not return: the first cause is printed
@@ -100,17 +102,18 @@ def run(
         if job.rank == 0:  # every rank finds the same: one message is enough
             raise
         raise SystemExit(EXIT_CODE) from None
-    return _Process(config, roles, loop, job, pools, None if log_folder is None else Path(log_folder)).run()
+    return _Process(config, roles, loop, prepare, job, pools, None if log_folder is None else Path(log_folder)).run()
 
 
 class _Process:
     """One rank's part of the job."""
 
     def __init__(
-        self, config: Any, roles: Mapping[str, type[Worker]], loop: Loop, job: JobEnvironment,
-        pools: dict[str, ResourcePool], log_folder: Path | None,
+        self, config: Any, roles: Mapping[str, type[Worker]], loop: Loop, prepare: Callable[[], None],
+        job: JobEnvironment, pools: dict[str, ResourcePool], log_folder: Path | None,
     ) -> None:
-        self.config, self.roles, self.loop, self.job, self.pools = config, roles, loop, job, pools
+        self.config, self.roles, self.loop, self.prepare = config, roles, loop, prepare
+        self.job, self.pools = job, pools
         self.pool = next(pool for pool in pools.values() if job.rank in pool.ranks)
         self.log_folder = log_folder
         self.redirected = log_folder is not None and job.rank != 0
@@ -187,6 +190,7 @@ class _Process:
                 pool = pool_of(role, self.config, self.pools)
                 groups[role] = WorkerGroup(role, worker_cls, self.config, pool, transport)
                 builds.append(hub.send(f"{role}.build", {rank: {"kind": "build", "role": role} for rank in pool.ranks}))
+            self.prepare()
             for build in builds:
                 build.wait()
             try:
