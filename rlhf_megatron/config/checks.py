@@ -115,7 +115,7 @@ def single(config: Config) -> tuple[Config, list[str]]:
     roles = {}
     for role in ROLES:
         settings = getattr(config, role)
-        parallel = put(settings.parallel, f"{role}.parallel", tp=1, pp=1)
+        parallel = put(settings.parallel, f"{role}.parallel", tp=1, pp=1, sp=False)
         roles[role] = dataclasses.replace(put(settings, role, pool="main"), parallel=parallel)
     cluster = put(config.cluster, "cluster", transport="inline")
     if tuple(cluster.pools) != ("main",) or cluster.pools["main"] > 1:
@@ -173,6 +173,9 @@ def _pools(config: Config, ranks: int) -> Iterator[Violation]:
         return  # said by _transport, with the remedy that fits
     for role in active_roles(config):
         settings = getattr(config, role)
+        if settings.parallel.sp and settings.parallel.tp == 1:
+            yield Violation(f"{role}.parallel.sp", "splits sequences over the tp ranks, but tp is 1; set sp to false, or "
+                            "tp to 2 or more")
         if settings.pool in sizes:
             try:
                 data_parallel(sizes[settings.pool], settings.parallel)

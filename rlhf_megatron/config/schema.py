@@ -67,6 +67,7 @@ class ParallelConfig:
 
     tp: int = key(1, low=1)
     pp: int = key(1, low=1)
+    sp: bool = key(False)  # sequence parallel: norms and residuals, too, are split over the tp ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,7 @@ class CriticConfig(ReferenceConfig):
     """The value model. Built only when the algorithm wants values."""
 
     optimizer: OptimizerConfig = key(factory=OptimizerConfig)
+    recompute: str = key("none", choices=("none", "selective", "full"))  # activations made anew in backward
 
 
 @dataclass(frozen=True, kw_only=True)

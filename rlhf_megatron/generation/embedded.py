@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.initialization import no_init_weights
 from rlhf_megatron import devices
 from rlhf_megatron.generation.engine import Completion, Sampling
 from rlhf_megatron.generation.sampling import draw, uniforms
-from rlhf_megatron.generation.stopping import Stopper, stop_token_ids
+from rlhf_megatron.generation.stopping import Stopper, special_ids, stop_token_ids
 
 
 class EmbeddedEngine:
@@ -70,7 +71,7 @@ class EmbeddedEngine:
 
         Raises:
             ValueError: an empty prompt, a number of sample ids unlike that of prompts.
-            RuntimeError: the engine sleeps.
+            RuntimeError: the engine sleeps; the model's logits are not numbers.
         """
         if not self.awake:
             raise RuntimeError("the generation engine sleeps; enter the generation session (wake) before generating")
@@ -79,8 +80,10 @@ class EmbeddedEngine:
         for row, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompt {row} is empty: a model needs at least one token to continue")
-        decode = None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=True)
-        stopper = Stopper(self.stop_ids, sampling.stop, decode, sampling.max_tokens)
+        decode = None if self.tokenizer is None else partial(self.tokenizer.decode, skip_special_tokens=True,
+                                                             clean_up_tokenization_spaces=False)
+        stop_ids = self.stop_ids | special_ids(self.tokenizer, sampling.stop)
+        stopper = Stopper(stop_ids, sampling.stop, decode, sampling.max_tokens)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         done: dict[int, Completion] = {}
         for first in range(0, len(order), self.batch_size):
@@ -110,6 +113,10 @@ class EmbeddedEngine:
             drawn, log_probs = draw(logits, noise, sampling)
             for i, token, log_prob in zip(active, drawn.tolist(), log_probs.tolist(), strict=True):
                 if reasons[i] is None:
+                    if math.isnan(log_prob):
+                        raise RuntimeError(
+                            f"sample {sample_ids[i]}, response token {position}: the model's logits are NaN or inf; look "
+                            "at the weights that were written into the engine, and at its dtype")
                     made[i][0].append(token)
                     made[i][1].append(log_prob)
                     reasons[i] = stopper(made[i][0])

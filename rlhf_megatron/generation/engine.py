@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,7 +16,8 @@ class Sampling:
     max_tokens: response tokens at most, EOS included.
     temperature: 0 means greedy: the likeliest token, no noise.
     top_p, top_k: keep the smallest set of tokens with probability top_p, the top_k likeliest (1.0 and 0 = off).
-    stop: strings that end a response; the token that completes one is its last.
+    stop: strings that end a response; the token that completes one is its last. One that is the text of a special token
+        stands for that token.
     log_probs: "raw" = log-softmax of the model's logits; "processed" = of the distribution that was sampled from
         (tempered, then renormalised over what top-p and top-k keep; greedy counts as temperature 1). The trainer scores
         at the sampling temperature, so away from temperature 1 only "processed" ones are comparable with its own.
@@ -34,9 +36,10 @@ class Sampling:
     def __post_init__(self) -> None:
         rules = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or above"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or above, and finite"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or above"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
             ("log_probs", self.log_probs in ("raw", "processed"), "raw or processed"),
         )
         for name, holds, rule in rules:

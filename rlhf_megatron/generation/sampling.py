@@ -37,16 +37,20 @@ def sampling_log_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """[B, V] float64 log-probabilities of the distribution that is sampled from; -inf where top-k or top-p cut.
 
     Ties at the edge of top-k are all kept. Top-p keeps the fewest tokens, likeliest first, whose sum reaches top_p
-    (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751), after temperature and top-k.
+    (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751), after temperature and top-k; of equally likely
+    ones the lower id comes first.
     """
-    scaled = logits.double() / (sampling.temperature or 1.0)
+    scaled = logits.double()
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / (sampling.temperature or 1.0)  # no temperature makes inf - inf
     if 0 < sampling.top_k < scaled.shape[-1]:
         edge = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < edge, -torch.inf)
     if sampling.top_p < 1.0:
-        ordered, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        cut = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
+        before[..., 0] = 0.0  # the likeliest token always stays
+        enough = sampling.top_p * (1 - 1e-12)  # ten tokens of 0.1: eight of them reach 0.8, although they sum to less
+        cut = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, before >= enough)
         scaled = scaled.masked_fill(cut, -torch.inf)
     return scaled.log_softmax(-1)
 

@@ -22,6 +22,12 @@ def stop_token_ids(model_dir: str | Path, tokenizer: Any = None) -> frozenset[in
     return frozenset(found)
 
 
+def special_ids(tokenizer: Any, stop_strings: Sequence[str]) -> frozenset[int]:
+    """Ids of the special tokens whose text is a stop string: decoding leaves them out, so they are stopped at by id."""
+    added = {} if tokenizer is None or not stop_strings else tokenizer.added_tokens_decoder
+    return frozenset(i for i, token in added.items() if token.special and token.content in stop_strings)
+
+
 def _ids(value: Any) -> set[int]:
     if value is None:
         return set()

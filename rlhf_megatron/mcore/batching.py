@@ -54,6 +54,7 @@ class Batcher:
         valid_only: score only the tokens whose `response_mask` is True (if the batch has one): nothing else is used.
         one_length: pad all micro-batches to one length, as a pipeline with fixed message shapes needs. Otherwise rows
             are taken in the order of their length and each micro-batch is as long as its own longest row.
+        multiple: every micro-batch's length is one, as sequence parallelism needs.
         device: where the tensors go.
 
     Raises:
@@ -62,11 +63,12 @@ class Batcher:
     """
 
     def __init__(self, batch: DataProto, size: int, vocab_size: int, reads: Sequence[str] = (), *,
-                 valid_only: bool = False, one_length: bool = False, device: torch.device | str = "cpu") -> None:
+                 valid_only: bool = False, one_length: bool = False, multiple: int = 1,
+                 device: torch.device | str = "cpu") -> None:
         if size < 1:
             raise ValueError(f"micro_batch_size={size}: a micro-batch has at least one row")
         batch.require(("prompts", "responses", *(name for name in reads if name != MASK)), "a micro-batch")
-        self.size, self.device, self.one_length = size, device, one_length
+        self.size, self.device, self.one_length, self.multiple = size, device, one_length, multiple
         self.prompts, self.responses = batch["prompts"], batch["responses"]
         self.lengths = self.responses.lengths.cpu()
         self.fields = {name: batch[name] for name in reads if name != MASK}
@@ -77,7 +79,7 @@ class Batcher:
         self.totals = self.prompts.lengths.cpu() + self.lengths
         order = torch.arange(len(self.lengths)) if one_length else self.totals.argsort(stable=True)
         self.groups = list(order.split(size)) if len(order) else [order]
-        self.sequence_length = int(self.totals.max()) if len(order) else 1
+        self.sequence_length = self._padded(int(self.totals.max()) if len(order) else 1)
 
     def __len__(self) -> int:
         """Number of micro-batches: at least one, so that a replica without rows still takes part."""
@@ -95,13 +97,16 @@ class Batcher:
             out[places.cpu()] = values.float().cpu()
         return Ragged(out, self.lengths)
 
+    def _padded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
     def _micro_batch(self, rows: torch.Tensor, prompt_starts: torch.Tensor, starts: torch.Tensor) -> MicroBatch:
         lengths = self.lengths[rows]
         prompt_lengths = self.prompts.lengths.cpu()[rows]
         if self.one_length or not len(rows):
             longest = self.sequence_length
         else:
-            longest = int(self.totals[rows].max())
+            longest = self._padded(int(self.totals[rows].max()))
         input_ids = torch.zeros(self.size, longest, dtype=torch.int64)
         prompts, responses = self.prompts.values.cpu(), self.responses.values.cpu()
         for i, row in enumerate(rows.tolist()):

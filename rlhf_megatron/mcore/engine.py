@@ -58,6 +58,8 @@ class MegatronEngine:
         trainable: False builds no gradient buffers and no optimizer.
         dtype: "float32" or "bfloat16" (then with fp32 gradients and fp32 master weights).
         micro_batch_size: rows per forward on this replica.
+        sequence_parallel: norms and residuals are split over the tensor-parallel ranks, too (needs tp above 1).
+        recompute: activations that are made anew in backward: "none", "selective" (core attention) or "full" (layers).
         optimizer: settings as in the config section `optimizer`; needed when trainable.
         total_steps: optimizer updates of the whole run, over which a falling learning rate falls.
         seed: of the initial weights and of this role's random streams.
@@ -74,6 +76,8 @@ class MegatronEngine:
         trainable: bool = True,
         dtype: str = "float32",
         micro_batch_size: int = 1,
+        sequence_parallel: bool = False,
+        recompute: str = "none",
         optimizer: Any | None = None,
         total_steps: int = 1,
         seed: int = 1,
@@ -85,6 +89,7 @@ class MegatronEngine:
         self.spec, self.layout, self.head = spec, layout, head
         self.micro_batch_size, self.settings, self.total_steps = micro_batch_size, optimizer, total_steps
         self.dtype, self.seed = devices.dtype(dtype), seed
+        self.sequence_parallel, self.recompute = sequence_parallel, recompute
         self.step = 0  # optimizer updates made; skipped ones do not count
         self.skipped_steps = 0
         self.keep_gradients = False
@@ -184,7 +189,10 @@ class MegatronEngine:
         return groups.use(self.groups, self.layout)
 
     def _build(self, trainable: bool) -> None:
-        self.model = build_model(self.spec, self.layout, self.groups, self.dtype, head=self.head, trainable=trainable)
+        self.model = build_model(
+            self.spec, self.layout, self.groups, self.dtype, head=self.head, trainable=trainable,
+            sequence_parallel=self.sequence_parallel, recompute=self.recompute,
+        )
         config = self.model.config
         config.calculate_per_token_loss = True  # DDP then sums over replicas and the schedule does not divide
         config.finalize_model_grads_func = self._finalize
@@ -205,6 +213,7 @@ class MegatronEngine:
         return Batcher(
             batch, self.micro_batch_size, self.spec.vocab_size, reads,
             valid_only=valid_only, one_length=self.layout.pp > 1, device=devices.device(),
+            multiple=self.layout.tp if self.sequence_parallel else 1,
         )
 
     def _schedule(

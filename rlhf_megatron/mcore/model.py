@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -30,6 +31,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 from rlhf_megatron.mcore.attention import SDPACoreAttention  # noqa: E402
 from rlhf_megatron.mcore.norms import RMSNorm  # noqa: E402
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 try:
     import transformer_engine  # noqa: F401
@@ -49,13 +56,19 @@ def norm_names() -> str:
     return "te" if uses_transformer_engine() else "local"
 
 
-def transformer_config(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype, sequence_parallel: bool = False, recompute: str = "none"
+) -> TransformerConfig:
     """megatron-core's config. Fusions are off without transformer-engine: they would compile on the first step."""
     if spec.norm != "rms" or spec.activation != "silu" or not spec.gated:
         raise ValueError(
             f"{spec.family}: norm {spec.norm!r}, activation {spec.activation!r}, gated {spec.gated} cannot be built "
             "yet; supported are RMS norms with a gated SiLU MLP"
         )
+    if sequence_parallel and layout.tp == 1:
+        raise ValueError("sequence_parallel needs tp above 1: it splits sequences over the tensor-parallel ranks")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r}: one of {', '.join(RECOMPUTE)}")
     fused = uses_transformer_engine()
     return TransformerConfig(
         num_layers=spec.num_layers, hidden_size=spec.hidden_size, ffn_hidden_size=spec.ffn_hidden_size,
@@ -64,6 +77,7 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dty
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, add_qkv_bias=spec.qkv_bias,
         hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
+        sequence_parallel=sequence_parallel, **RECOMPUTE[recompute],
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         # All weights are loaded, so drawing them would be slow and mean nothing. Initialisation as such stays on: it
         # also tags parameters as tensor-parallel, and the gradient norm counts only the first rank's share of those
@@ -78,7 +92,7 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dty
 
 def build_model(
     spec: ModelSpec, layout: ParallelLayout, groups: ProcessGroupCollection, dtype: torch.dtype, head: str = "lm",
-    trainable: bool = True,
+    trainable: bool = True, sequence_parallel: bool = False, recompute: str = "none",
 ) -> HiddenStatesModel:
     """This rank's part of the model, on the device. Weights are zero, and norms one, until they are loaded.
 
@@ -88,7 +102,8 @@ def build_model(
     broken = layout.validate(spec)
     if broken:
         raise ValueError("; ".join(broken))
-    model = HiddenStatesModel(spec, transformer_config(spec, layout, dtype), layout, groups, head)
+    config = transformer_config(spec, layout, dtype, sequence_parallel, recompute)
+    model = HiddenStatesModel(spec, config, layout, groups, head)
     model.requires_grad_(trainable)
     return model.to(devices.device())
 
@@ -115,17 +130,21 @@ class HiddenStatesModel(GPTModel):
             self.output_layer = ValueHead(config, groups.tp)
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return hidden_states
+        if not self.config.sequence_parallel or not self.post_process:
+            return hidden_states  # an earlier stage sends on what it has
+        # Heads give every rank the whole gradient of the hidden states: backward keeps this rank's part, without a sum.
+        return gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
 
 
 class ValueHead(torch.nn.Module):
-    """The weight [1, H] of a critic's head, the same on every tensor-parallel rank."""
+    """The weight [1, H] of a critic's head, the same on every tensor-parallel rank, which all see all positions."""
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  megatron-core's tag
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None

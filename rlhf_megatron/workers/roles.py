@@ -43,6 +43,8 @@ class MegatronWorker(Worker):
             trainable=self.trainable,
             dtype=config.run.dtype,
             micro_batch_size=settings.micro_batch_size,
+            sequence_parallel=settings.parallel.sp,
+            recompute=settings.recompute if self.trainable else "none",
             optimizer=settings.optimizer if self.trainable else None,
             total_steps=self.optimizer_steps(),
             seed=config.trainer.seed,

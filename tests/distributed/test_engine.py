@@ -1,6 +1,7 @@
 """The engine under TP, PP and DP equals itself on one rank, and transformers; gradients do not see the split."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -72,19 +73,19 @@ def rollout(name, tied=False):
     return batch
 
 
-def _train(rank, tp, pp, name, micro, batch, tied=False, dtype="float32"):
+def _train(rank, tp, pp, name, micro, batch, tied=False, dtype="float32", **more):
     """Gradients and weights of one SGD update at lr 1, and losses, norms and weights of three Adam updates."""
     head, loss, _ = LOSSES[name]
     spec = tiny_spec(tied=tied)
     layout = ParallelLayout.build(dist.get_world_size(), tp, pp)
     result = {}
     sgd = settings(name="sgd", lr=1.0, clip_grad=0.0)
-    engine, where = make_engine(spec, layout, head, micro, sgd, dtype=dtype)
+    engine, where = make_engine(spec, layout, head, micro, sgd, dtype=dtype, **more)
     engine.keep_gradients = True
     engine.train_step(my_rows(batch, engine), loss, temperature=0.7, entropy=name == "grpo")
     result["gradients"] = read_out(where, rank, engine.gradients())
     result["sgd"] = read_out(where, rank, engine.tensors())
-    engine, _ = make_engine(spec, layout, head, micro, settings(lr=1e-4, weight_decay=0.1), dtype=dtype)
+    engine, _ = make_engine(spec, layout, head, micro, settings(lr=1e-4, weight_decay=0.1), dtype=dtype, **more)
     steps = [engine.train_step(my_rows(batch, engine), loss, 0.7, entropy=name == "grpo") for _ in range(3)]
     result["adam"] = read_out(where, rank, engine.tensors())
     result["norms"] = [step["grad_norm"].value for step in steps]
@@ -93,9 +94,10 @@ def _train(rank, tp, pp, name, micro, batch, tied=False, dtype="float32"):
     return result
 
 
-def _trained(ranks, tp, pp, name, micro, tied=False):
+def _trained(ranks, tp, pp, name, micro, tied=False, **more):
     """`_train` on that many ranks, put together to canonical tensors."""
-    results = run_ranks(ranks, _train, tp, pp, name, micro, rollout(name, tied), tied)
+    train = partial(_train, tied=tied, **more)
+    results = run_ranks(ranks, train, tp, pp, name, micro, rollout(name, tied))
     spec = tiny_spec(tied=tied)
     where = MegatronLayout(spec, ParallelLayout.build(len(results), tp, pp), head=LOSSES[name][0])
     out = {kind: join(where, [r[kind] for r in results], 1e-5) for kind in ("gradients", "sgd", "adam")}
@@ -142,6 +144,18 @@ def test_training_equals_one_rank(ranks, tp, pp, micro, name):
 @pytest.mark.parametrize(("ranks", "tp", "pp"), [(2, 2, 1), (2, 1, 2), (4, 1, 4), (8, 2, 2)])
 def test_tied_embeddings(ranks, tp, pp):
     assert_same(_trained(ranks, tp, pp, "grpo", 2, tied=True), reference("grpo", tied=True))
+
+
+@pytest.mark.parametrize(("ranks", "tp", "pp", "micro"), [(2, 2, 1, 1), (2, 2, 1, 4), (4, 2, 1, 3), (8, 2, 2, 2)])
+@pytest.mark.parametrize("name", ["ppo actor", "ppo critic", "grpo"])
+def test_sequence_parallel(ranks, tp, pp, micro, name):
+    assert_same(_trained(ranks, tp, pp, name, micro, sequence_parallel=True), reference(name))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(("ranks", "tp", "pp", "sp"), [(1, 1, 1, False), (2, 1, 2, False), (4, 2, 2, True)])
+def test_recomputed_activations(ranks, tp, pp, sp, recompute):
+    assert_same(_trained(ranks, tp, pp, "grpo", 2, sequence_parallel=sp, recompute=recompute), reference("grpo"))
 
 
 def test_bf16_trains_under_every_layout():

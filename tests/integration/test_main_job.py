@@ -16,6 +16,7 @@ PLACEMENTS = {
     "torchrun 1": (1, ["{all}.tp=1", "{all}.pp=1"]),
     "torchrun 2": (2, ["{all}.tp=2", "{all}.pp=1"]),
     "torchrun 4": (4, ["{all}.tp=1", "{all}.pp=2"]),
+    "torchrun 4 sp": (4, ["{all}.tp=2", "{all}.pp=2", "{all}.sp=true", "actor.recompute=full"]),
 }
 
 

@@ -12,16 +12,16 @@ from rlhf_megatron.generation.embedded import EmbeddedEngine
 from rlhf_megatron.generation.engine import Sampling
 from toy_tokenizer import toy_tokenizer
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")  # gpt2: learned positions, which do not forgive a shift
 PROMPTS = [[5, 6, 7], [9], [8] * 10, [4, 250, 31, 77], [6, 5]]
 
 
-def write_model(folder, family, tied=False):
+def write_model(folder, family, tied=False, vocab_size=260):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        family, vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.2,
         bos_token_id=1, eos_token_id=2, pad_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -140,11 +140,58 @@ def test_rows_that_end_early_change_nothing_for_the_others(llama):
         assert not set(b.token_ids[:-1]) & engine.stop_ids
 
 
-def test_stop_tokens_of_the_prompt_do_not_end_a_response(llama):
+def test_what_ends_a_response_does_not_count_in_the_prompt(llama):
+    for text in ("</s>x</s>", "END END"):
+        engine, ids = engine_of(llama), list(range(70, 82))
+        make_answer(engine, ids)
+        [completion] = generate(engine, [engine.tokenizer(text)["input_ids"]], stop=("END",))
+        assert completion.token_ids == ids and completion.finish_reason == "length"
+
+
+def make_answer(engine, ids):
+    """The engine's model answers one prompt with `ids`."""
+    left = iter(ids)
+
+    def only_the_next(module, arguments, logits):
+        return torch.full_like(logits, -torch.inf).index_fill(-1, torch.tensor(next(left)), 0.0)
+
+    engine.model.get_output_embeddings().register_forward_hook(only_the_next)
+
+
+@pytest.mark.parametrize(("text", "stop", "ends"), [
+    ("one STOP two", "STOP", "one STOP"),
+    ("a turn<|turn|>x", "<|turn|>", "a turn<|turn|>"),  # a special token, which the decoded text leaves out
+    ("wait . more", " .", "wait ."),                    # a tokenizer may tidy spaces away
+    ("wait</s>more", "more", "wait</s>"),
+])
+def test_stop_strings_end_a_response(tmp_path, text, stop, ends):
+    write_model(tmp_path, "llama")
+    engine = engine_of(tmp_path)
+    engine.tokenizer.clean_up_tokenization_spaces = True
+    make_answer(engine, engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+    [completion] = generate(engine, [[5]], stop=(stop,), max_tokens=40)
+    assert engine.tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False) == ends
+    assert completion.finish_reason == "stop" and completion.log_probs == [0.0] * len(completion.token_ids)
+
+
+def test_only_the_vocabulary_is_sampled(tmp_path):
+    """A vocabulary of 11 divides by nothing: all of it, and no padding, is drawn, each with -ln 11."""
+    write_model(tmp_path, "llama", vocab_size=11)
+    engine = engine_of(tmp_path)
+    engine.stop_ids = frozenset()
+    engine.tensors()["lm_head.weight"].zero_()
+    found = generate(engine, [[5, 6]] * 20)
+    assert {i for row in tokens(found) for i in row} == set(range(11))
+    assert all(c.log_probs == pytest.approx([-2.397895] * 12, abs=1e-6) for c in found)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_numbers_are_not_sampled_from(llama, value, temperature):
     engine = engine_of(llama)
-    first = generate(engine, [[2, 5, 2]], temperature=0.0)[0]
-    assert len(first.token_ids) >= 1 and len(first.log_probs) == len(first.token_ids)
-    assert first.finish_reason == ("stop" if first.token_ids[-1] == 2 else "length")
+    engine.tensors()["model.norm.weight"][0] = value
+    with pytest.raises(RuntimeError, match="sample 31, response token 0: the model's logits are NaN or inf"):
+        generate(engine, [[5, 6]], ids=[31], temperature=temperature)
 
 
 def test_samples_differ_by_id_step_and_seed(llama):
@@ -183,13 +230,17 @@ def test_what_cannot_be_generated_is_refused(llama):
     assert generate(engine, []) == [] and len(generate(engine, [[5]])) == 1
 
 
-def test_no_code_of_the_directory_runs(tmp_path):
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_no_code_of_the_directory_runs(tmp_path, file):
     write_model(tmp_path, "llama")
     marker = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: ...\n")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    named = {
+        "config.json": {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}},
+        "tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}},
+    }
+    content = json.loads((tmp_path / file).read_text()) | named[file]
+    (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(ValueError):
         EmbeddedEngine(tmp_path)
     assert not marker.exists()
