@@ -38,7 +38,7 @@ def packaged_gguf(package: str) -> Path:
 
 
 def convert(gguf: Path, out: Path, dtype: str = "float32", force: bool = False) -> Path:
-    """Write the HF directory.
+    """Write the HF directory. Of several processes that write the same one, the first to finish wins.
 
     Raises:
         ConversionError: no such file, existing output, too little disk, a file that transformers cannot read.
@@ -72,17 +72,22 @@ def convert(gguf: Path, out: Path, dtype: str = "float32", force: bool = False) 
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    aside = out.with_name(f".{out.name}.writing")
+    aside = out.with_name(f".{out.name}.writing-{os.getpid()}")  # of this process: another may write the same output
     shutil.rmtree(aside, ignore_errors=True)
     try:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+        if force and out.exists():
+            shutil.rmtree(out)
+        try:
+            aside.rename(out)
+        except OSError:
+            if not (out / "config.json").is_file():  # with one, another process was first, and its output is whole
+                raise
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise ConversionError(f"{out} was not written: {error}") from error
-    if out.exists():
-        shutil.rmtree(out)
-    aside.rename(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return out
 
 
