@@ -174,8 +174,8 @@ def _pools(config: Config, ranks: int) -> Iterator[Violation]:
     for role in active_roles(config):
         settings = getattr(config, role)
         if settings.parallel.sp and settings.parallel.tp == 1:
-            yield Violation(f"{role}.parallel.sp", "splits sequences over the tp ranks, but tp is 1; set sp to false, or "
-                            "tp to 2 or more")
+            yield Violation(f"{role}.parallel.sp", "splits sequences over the tp ranks, but tp is 1; set sp to false, "
+                            "or tp to 2 or more")
         if settings.pool in sizes:
             try:
                 data_parallel(sizes[settings.pool], settings.parallel)
@@ -229,6 +229,8 @@ def _algorithm(config: Config) -> Iterator[Violation]:
     if algorithm.name == "grpo" and generation.samples_per_prompt == 1:
         yield Violation("generation.samples_per_prompt", "is 1, but algorithm.name=grpo compares the responses to one "
                         "prompt with each other; set 2 or more, or use ppo")
+    if "" in generation.stop:
+        yield Violation("generation.stop", "holds an empty text, which is found in every response; remove it")
     kl = algorithm.kl
     if kl.place == "none" and kl.coefficient > 0:
         yield Violation("algorithm.kl.coefficient", f"{kl.coefficient:g} has no effect with algorithm.kl.place=none; "

@@ -115,8 +115,8 @@ class EmbeddedEngine:
                 if reasons[i] is None:
                     if math.isnan(log_prob):
                         raise RuntimeError(
-                            f"sample {sample_ids[i]}, response token {position}: the model's logits are NaN or inf; look "
-                            "at the weights that were written into the engine, and at its dtype")
+                            f"sample {sample_ids[i]}, response token {position}: the model's logits are NaN or inf; "
+                            "look at the weights that were written into the engine, and at its dtype")
                     made[i][0].append(token)
                     made[i][1].append(log_prob)
                     reasons[i] = stopper(made[i][0])

@@ -23,9 +23,9 @@ def stop_token_ids(model_dir: str | Path, tokenizer: Any = None) -> frozenset[in
 
 
 def special_ids(tokenizer: Any, stop_strings: Sequence[str]) -> frozenset[int]:
-    """Ids of the special tokens whose text is a stop string: decoding leaves them out, so they are stopped at by id."""
+    """Ids of the added tokens whose text is a stop string: decoding leaves special ones out, and never finds them."""
     added = {} if tokenizer is None or not stop_strings else tokenizer.added_tokens_decoder
-    return frozenset(i for i, token in added.items() if token.special and token.content in stop_strings)
+    return frozenset(i for i, token in added.items() if token.content in stop_strings)
 
 
 def _ids(value: Any) -> set[int]:

@@ -57,7 +57,8 @@ def norm_names() -> str:
 
 
 def transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype, sequence_parallel: bool = False, recompute: str = "none"
+    spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype, sequence_parallel: bool = False,
+    recompute: str = "none",
 ) -> TransformerConfig:
     """megatron-core's config. Fusions are off without transformer-engine: they would compile on the first step."""
     if spec.norm != "rms" or spec.activation != "silu" or not spec.gated:

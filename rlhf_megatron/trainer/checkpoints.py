@@ -6,6 +6,7 @@ name is complete; one that is being written is called `.writing-step_000010`, an
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -51,6 +52,14 @@ class Checkpoints:
             return []
         found = [p for p in self.folder.iterdir() if step_of(p) is not None and (p / "trainer.json").is_file()]
         return sorted(found, key=lambda p: step_of(p) or 0)
+
+    def set_aside(self) -> Path | None:
+        """Move the checkpoints of an earlier run in this folder to `checkpoints.<n>`: a fresh run must neither lose
+        them nor resume from them. Returns where they are now; None when there were none."""
+        if not self.complete():
+            return None
+        number = next(n for n in itertools.count(1) if not self.folder.with_name(f"checkpoints.{n}").exists())
+        return self.folder.rename(self.folder.with_name(f"checkpoints.{number}"))
 
     def save(self, step: int, groups: dict[str, WorkerGroup], state: dict[str, Any]) -> Path:
         """Write a checkpoint of every group and the trainer's state; publish it; drop what `keep` no longer covers."""

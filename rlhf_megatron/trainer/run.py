@@ -26,6 +26,7 @@ from rlhf_megatron.observe.metrics import Metric
 from rlhf_megatron.observe.progress import Progress
 from rlhf_megatron.observe.timers import Timers
 from rlhf_megatron.rewards import score
+from rlhf_megatron.trainer import gates
 from rlhf_megatron.trainer.batch_metrics import policy_metrics, reward_metrics
 from rlhf_megatron.trainer.checkpoints import Checkpoints
 
@@ -35,14 +36,17 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self.current: dict[str, Metric] = {}
+        self.first_update: dict[str, Metric] = {}  # what the step's first update of the actor reported, alone
 
     def add(self, new: dict[str, Metric]) -> None:
+        if "actor/ratio_max" in new and not self.first_update:
+            self.first_update = new
         self.current = metric_types.merge([self.current, new])
 
     def take(self) -> dict[str, float]:
         """Plain values, and a fresh start. A metric without a single count has no value and is left out."""
         values = {name: metric.value for name, metric in self.current.items()}
-        self.current = {}
+        self.current, self.first_update = {}, {}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -86,6 +90,8 @@ class Run:
             self.dataset.load_state(state["data"])
             self.kl_controller.load_state(state["kl"])
             print(f"resumed from {resumed}: continuing at step {self.first_step}", flush=True)
+        elif aside := self.checkpoints.set_aside():
+            print(f"a fresh run: the checkpoints of an earlier one are kept in {aside}", flush=True)
         self.log = MetricsLog(self.folder, resume_step=self.first_step - 1)
         self.progress = Progress(total=config.trainer.steps, start=self.first_step - 1)
         self.timers = Timers(on_start=self.progress.phase)
@@ -175,25 +181,17 @@ class Run:
         trainer = self.config.trainer
         seconds = time.perf_counter() - self._step_started
         tokens = int(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
+        first_update = self.metrics.first_update
         values = self.metrics.take()
         values |= {name: metric.value for name, metric in self.timers.metrics().items()}
         values["timing/step"] = seconds
         values["perf/tokens_per_second"] = tokens / seconds
         self.kl_controller.update(values.get("kl/ref"), len(batch))
-        gap = values.get("rollout/log_prob_gap")
-        if gap is not None and gap > trainer.log_prob_gap_limit:
-            self.progress.say(
-                f"warning: step {step}: rollout/log_prob_gap {gap:.3g} is above trainer.log_prob_gap_limit "
-                f"{trainer.log_prob_gap_limit:g}: the sampler does not score with the trainer's weights (stale weights "
-                "after the last update, another temperature, or a lower precision)"
-            )
-        for role in ("actor", "critic"):
-            if values.get(f"{role}/skipped"):
-                self.progress.say(
-                    f"warning: step {step}: {role}/skipped {values[f'{role}/skipped']:.0f}: the gradient of so many "
-                    "updates was not finite (a NaN in the rollout, or an overflow), or no token of theirs was valid; "
-                    "weights and optimizer state were left as they were"
-                )
+        said = list(gates.warnings(values, self.config))
+        if step == 1:
+            said += gates.first_step_warnings(values, first_update, self.config)
+        for warning in said:
+            self.progress.say(f"warning: step {step}: {warning}")
         if trainer.rollouts.save:
             batch.select([name for name in batch.names() if name not in _MADE_BY_THE_LOOP]).save(
                 self.folder / "rollouts" / f"step_{step:06d}"

@@ -9,6 +9,7 @@ import torch
 
 from jobs import arguments, metrics, run_job, run_loop, succeeded
 from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.train import loop as train_loop
 
 # placement -> (ranks, overrides)
 PLACEMENTS = {
@@ -119,6 +120,36 @@ def test_stale_generation_weights_raise_the_gap_and_warn(demo, tmp_path):
     assert metrics(tmp_path, "healthy")[-1]["rollout/log_prob_gap"] < 1e-5
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_first_step_is_checked_against_its_known_answers(demo, tmp_path, ranks):
+    """A run whose update scores at another temperature, and whose reference holds other weights, is warned about."""
+    from rlhf_megatron.workers.actor import ActorWorker
+    from rlhf_megatron.workers.reference import ReferenceWorker
+
+    class Warmer(ActorWorker):
+        def update(self, batch):
+            score = self.engine.train_step
+            self.engine.train_step = lambda *args, **more: score(*args, **{**more, "temperature": 1.5})
+            return super().update(batch)
+
+    class Other(ReferenceWorker):
+        def __init__(self, role, config, context):
+            super().__init__(role, config, context)
+            for tensor in self.engine.tensors().values():
+                tensor.mul_(1.5)
+
+    layout = ["--single"] if ranks == 1 else []
+    common = arguments(demo, tmp_path, "run", *layout, "trainer.steps=2")
+    healthy = run_job(common, ranks)
+    wrong = run_loop(common, ranks, train_loop, workers={"actor": Warmer, "reference": Other})
+    succeeded(healthy)
+    succeeded(wrong)
+    assert "warning" not in healthy.output
+    assert "warning: step 1: actor/ratio_max" in wrong.output and "warning: step 1: kl/ref" in wrong.output
+    assert "warning: step 2" not in wrong.output  # known answers are those of the first step alone
+
+
 class _NoReshard:
     """Stands in for a generation session that forgets to bring the weights over."""
 
@@ -151,6 +182,11 @@ def test_resume_continues_exactly_and_at_another_layout(demo, tmp_path):
             for key in one:
                 if key.startswith(("reward/", "kl/", "actor/", "critic/", "response/")):
                     assert other[key] == pytest.approx(one[key], abs=tolerance, rel=tolerance), (name, key, one["step"])
+    fresh = run_job(arguments(demo, tmp_path, "parts", *straight[:3], "trainer.steps=2"), 2)
+    succeeded(fresh)
+    kept = {name: [p.name for p in (tmp_path / "parts" / name).glob("step_*")]
+            for name in ("checkpoints", "checkpoints.1")}
+    assert kept == {"checkpoints": ["step_000002"], "checkpoints.1": ["step_000004"]} and "checkpoints.1" in fresh.output
     refused = run_job(arguments(demo, tmp_path, "parts", *straight, "trainer.resume=auto", "algorithm.lam=0.5"), 2)
     assert all(code != 0 for code in refused.codes) and "algorithm.lam" in refused.output
 

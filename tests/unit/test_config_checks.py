@@ -118,6 +118,7 @@ def test_pools(make: Make) -> None:
     (["algorithm.name=ppo", "trainer.critic_warmup_steps=2"], "2 of trainer.steps(2) leave no step for the actor"),
     (["trainer.save_hf=save"], "trainer.save_every=0 writes none"),
     (["actor.parallel.sp=true", "actor.parallel.tp=1"], "actor.parallel.sp: splits sequences over the tp ranks, but"),
+    (["generation.stop=['']"], "generation.stop: holds an empty text"),
     (["data.shots=[q, a, q]"], "data.shots: has 3 texts; it lists question, answer"),
     (["data.chat=false", "data.system=x"], "data.system: has no effect with data.chat=false"),
     (["data.chat=false", "data.shots=[q, a]"], "data.shots: has no effect with data.chat=false"),

@@ -168,6 +168,7 @@ def test_stop_strings_end_a_response(tmp_path, text, stop, ends):
     write_model(tmp_path, "llama")
     engine = engine_of(tmp_path)
     engine.tokenizer.clean_up_tokenization_spaces = True
+    engine.tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     make_answer(engine, engine.tokenizer(text, add_special_tokens=False)["input_ids"])
     [completion] = generate(engine, [[5]], stop=(stop,), max_tokens=40)
     assert engine.tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False) == ends
