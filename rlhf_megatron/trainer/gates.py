@@ -21,13 +21,13 @@ def warnings(values: Mapping[str, float], config: Any) -> Iterator[str]:
     if gap is not None and gap > limit:
         yield (
             f"rollout/log_prob_gap {gap:.3g} is above trainer.log_prob_gap_limit {limit:g}: the sampler does not score "
-            "with the trainer's weights (stale weights after the last update, another temperature, or a lower precision)"
+            "with the trainer's weights (stale ones after the last update, another temperature, or a lower precision)"
         )
     for role in ("actor", "critic"):
         if skipped := values.get(f"{role}/skipped"):
             yield (
-                f"{role}/skipped {skipped:.0f}: the gradient of so many updates was not finite (a NaN in the rollout, or "
-                "an overflow), or no token of theirs was valid; weights and optimizer state were left as they were"
+                f"{role}/skipped {skipped:.0f}: the gradient of so many updates was not finite (a NaN in the rollout, "
+                "or an overflow), or no token of theirs was valid; weights and optimizer state were left as they were"
             )
 
 
@@ -38,8 +38,8 @@ def first_step_warnings(
     ratio = first_update.get("actor/ratio_max")
     if ratio is not None and ratio.value is not None and abs(ratio.value - 1.0) > RATIO_TOLERANCE:
         yield (
-            f"actor/ratio_max {ratio.value:.4g} in the very first update, where it must be 1: the update does not score "
-            "responses as log_probs did (another temperature, mask or layout of rows, or dropout), so every ratio of "
+            f"actor/ratio_max {ratio.value:.4g} in the very first update, where it must be 1: the update does not "
+            "score responses as log_probs did (another temperature, mask or layout of rows, or dropout), so every ratio of "
             "this run is wrong"
         )
     divergence, same = values.get("kl/ref"), config.reference.model in (None, config.actor.model)

@@ -186,7 +186,8 @@ def test_resume_continues_exactly_and_at_another_layout(demo, tmp_path):
     succeeded(fresh)
     kept = {name: [p.name for p in (tmp_path / "parts" / name).glob("step_*")]
             for name in ("checkpoints", "checkpoints.1")}
-    assert kept == {"checkpoints": ["step_000002"], "checkpoints.1": ["step_000004"]} and "checkpoints.1" in fresh.output
+    assert kept == {"checkpoints": ["step_000002"], "checkpoints.1": ["step_000004"]}
+    assert "checkpoints.1" in fresh.output
     refused = run_job(arguments(demo, tmp_path, "parts", *straight, "trainer.resume=auto", "algorithm.lam=0.5"), 2)
     assert all(code != 0 for code in refused.codes) and "algorithm.lam" in refused.output
 
