@@ -39,8 +39,8 @@ def first_step_warnings(
     if ratio is not None and ratio.value is not None and abs(ratio.value - 1.0) > RATIO_TOLERANCE:
         yield (
             f"actor/ratio_max {ratio.value:.4g} in the very first update, where it must be 1: the update does not "
-            "score responses as log_probs did (another temperature, mask or layout of rows, or dropout), so every ratio of "
-            "this run is wrong"
+            "score responses as log_probs did (another temperature, mask or layout of rows, or dropout), so every "
+            "ratio of this run is wrong"
         )
     divergence, same = values.get("kl/ref"), config.reference.model in (None, config.actor.model)
     if divergence is not None and same and abs(divergence) > KL_TOLERANCE:
