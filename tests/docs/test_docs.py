@@ -75,6 +75,35 @@ def test_a_command_of_the_documents_works(command, demo_folder, tmp_path):
         pytest.fail(f"no rule for {command!r}: say here how it is tested")
 
 
+def forms(page: Path) -> list[str]:
+    """The commands that a page names inside its text, with their placeholders filled in."""
+    spans = re.findall(r"`((?:rlhf-megatron|launch/torchrun\.sh) [^`]+)`", page.read_text(encoding="utf-8"))
+    spans = [re.sub(r"\[[^]]*]", "", span).replace("HOST:PORT", "localhost:29500") for span in spans]
+    return [re.sub(r"\bR\b", "0", span).replace("CONFIG", "yaml_configs/demo_ppo_cpu.yaml") for span in spans]
+
+
+@pytest.mark.parametrize("form", forms(ROOT / "launch" / "README.md"))
+def test_a_form_of_the_launch_guide_is_accepted(form, demo_folder):
+    tool, *words = shlex.split(form)
+    if tool == "rlhf-megatron":  # nothing is started: `check` takes the arguments of `train`
+        assert words[0] in ("check", "train") and "OK" in shell([f"{BIN}/{tool}", "check", *words[1:]])
+    else:  # the number of ranks is the number of GPUs, of which there are none here
+        assert "rlhf_megatron.train" in shell([tool, "--dry-run", "--ranks-per-node", "4", *words])
+
+
+def test_the_options_of_the_launch_guide_exist():
+    sources = [*(ROOT / "launch").glob("*.s*"), ROOT / "rlhf_megatron" / "cli.py"]
+    known = {name for path in sources for name in re.findall(r"--[a-z-]+", path.read_text(encoding="utf-8"))}
+    named = set(re.findall(r"--[a-z-]+", (ROOT / "launch" / "README.md").read_text(encoding="utf-8")))
+    assert len(named) > 8 and named <= known, named - known
+
+
+def test_the_benchmarks_are_named_in_their_readme():
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `([^`]+)`", text, re.M)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+
+
 def test_the_reward_example_of_the_readme_is_a_reward(demo_folder, tmp_path, monkeypatch):
     (code,) = blocks(ROOT / "README.md", "python")
     (tmp_path / "readme_reward.py").write_text(code)

@@ -19,6 +19,16 @@ PLACEMENTS = {
     "torchrun 4": (4, ["{all}.tp=1", "{all}.pp=2"]),
     "torchrun 4 sp": (4, ["{all}.tp=2", "{all}.pp=2", "{all}.sp=true", "actor.recompute=full"]),
 }
+# every role with a layout of its own, in one pool and in two
+MIXED = {
+    "actor tp2pp2, critic pp2dp2, reference dp4": (4, [
+        "critic.parallel.tp=1", "reference.parallel.tp=1", "reference.parallel.pp=1", "reference.micro_batch_size=4",
+    ]),
+    "actor tp2 on two ranks, critic and reference on a third": (3, [
+        "cluster.pools={a: 2, b: 1}", "actor.pool=a", "critic.pool=b", "reference.pool=b", "{all}.pp=1",
+        "critic.parallel.tp=1", "reference.parallel.tp=1",
+    ]),
+}
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +51,9 @@ def test_every_placement_samples_the_same_tokens(demo, recorded, tmp_path, place
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("placement", [p for p in PLACEMENTS if p != "inline"])
+@pytest.mark.parametrize("placement", [p for p in PLACEMENTS | MIXED if p != "inline"])
 def test_replayed_rollouts_give_equal_metrics_in_every_placement(demo, recorded, tmp_path, placement):
-    ranks, overrides = PLACEMENTS[placement]
+    ranks, overrides = (PLACEMENTS | MIXED)[placement]
     replay = f"trainer.rollouts.replay={recorded}/inline/rollouts"
     succeeded(run_job(arguments(demo, tmp_path, "run", *overrides, replay), ranks))
     expected, found = metrics(recorded, "inline"), metrics(tmp_path, "run")
