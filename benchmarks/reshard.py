@@ -64,9 +64,9 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, object]:
     size = sum(tensor.nbytes for tensor in weights.values())
     took, least = statistics.median(seconds[1:]), statistics.median(bare[1:])
     return {"benchmark": "reshard", "case": f"TP{options.tp} PP{options.pp} -> {world} full copies",
-            "backend": devices.backend(), "dtype": options.dtype, "model_mb": round(size / 1e6, 1), "ranks": world, "rounds": plan.num_rounds,
-            "plan_ms": round(plan_ms, 1), "reshard_s": round(took, 4), "bare_s": round(least, 4),
-            "over_bare": round(took / least, 2),
+            "backend": devices.backend(), "dtype": options.dtype, "model_mb": round(size / 1e6, 1), "ranks": world,
+            "rounds": plan.num_rounds, "plan_ms": round(plan_ms, 1), "reshard_s": round(took, 4),
+            "bare_s": round(least, 4), "over_bare": round(took / least, 2),
             "received_mb_per_rank": round(plan.bytes_moved / world / 1e6, 1),
             "staging_mb": round(staging.nbytes / 1e6, 1),
             "received_mb_per_s": round(plan.bytes_moved / world / 1e6 / took), "compare_s": round(checking, 4),

@@ -12,7 +12,8 @@ EVERYWHERE: dict[tuple[str, str], str] = {
     (r"full scope is deprecated", r"megatron\.core\."): "a default of megatron-core's own config",
     (r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer"):
         "megatron-core asks whether there is a gradient where DDP keeps it elsewhere",
-    (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed\."): "called by megatron-core, not by us",
+    (r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", r"torch\.distributed\."):
+        "called by megatron-core, not by us",
 }
 ON_CPU: dict[tuple[str, str], str] = {
     (r"Transformer Engine and Apex are not installed", r"megatron\.core\."): "they need CUDA; adam.py stands in",
