@@ -58,6 +58,9 @@ def test_only_known_warnings_are_left_out():
             ("full scope is deprecated. Use", "megatron.core.models.backends"),
             ("full scope is deprecated. Use", "somebody.else"),
             ("Something new", "megatron.core.models.backends"),
+            ("`torch.distributed.all_gather_into_tensor` is deprecated.", "torch.distributed.c10d_logger"),
+            ("`torch.distributed.another` is deprecated.", "torch.distributed.c10d_logger"),
         ):
             warnings.warn_explicit(message, UserWarning, f"{module}.py", 1, module=module)
-    assert [str(w.message) for w in shown] == ["full scope is deprecated. Use", "Something new"]
+    assert [str(w.message) for w in shown] == [
+        "full scope is deprecated. Use", "Something new", "`torch.distributed.another` is deprecated."]
