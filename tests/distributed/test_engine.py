@@ -146,6 +146,36 @@ def test_tied_embeddings(ranks, tp, pp):
     assert_same(_trained(ranks, tp, pp, "grpo", 2, tied=True), reference("grpo", tied=True))
 
 
+def _tied_copies(rank, tp, pp, dtype):
+    """The embedding that this rank holds at its beginning and at its end, after each of five updates."""
+    engine, _ = make_engine(tiny_spec(tied=True), ParallelLayout.build(dist.get_world_size(), tp, pp), micro=2,
+                            optimizer=settings(), dtype=dtype)
+    copies = []
+    for seed in range(5):
+        engine.train_step(my_rows(example_batch(seed=seed), engine), LinearLoss())
+        copies.append({name: tensor.clone() for name, tensor in engine.tensors().items() if "layers" not in name})
+    return copies
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ranks", "tp", "pp"), [(4, 1, 2), (4, 2, 2), (4, 1, 4)])
+def test_both_copies_of_a_tied_embedding_stay_bit_equal(ranks, tp, pp, dtype):
+    """Only the first and the last stage hold it; stages between hold neither copy and wait for nobody."""
+    found = run_ranks(ranks, _tied_copies, tp, pp, dtype)
+    layout = ParallelLayout.build(ranks, tp, pp)
+    for rank, copies in enumerate(found):
+        at = layout.coordinates(rank)
+        held = {name for name in copies[0] if "embedding" in name or "output_layer" in name}
+        assert len(held) == (at.pp in (0, pp - 1)), held
+        if at.pp == pp - 1:
+            first = found[layout.rank_of(tp=at.tp, pp=0, cp=0, dp=at.dp)]
+            for step in range(5):
+                (here,) = (copies[step][name] for name in held)
+                assert torch.equal(here, first[step]["embedding.word_embeddings.weight"])
+    assert not torch.equal(found[0][0]["embedding.word_embeddings.weight"],
+                           found[0][4]["embedding.word_embeddings.weight"])
+
+
 @pytest.mark.parametrize(("ranks", "tp", "pp", "micro"), [(2, 2, 1, 1), (2, 2, 1, 4), (4, 2, 1, 3), (8, 2, 2, 2)])
 @pytest.mark.parametrize("name", ["ppo actor", "ppo critic", "grpo"])
 def test_sequence_parallel(ranks, tp, pp, micro, name):
