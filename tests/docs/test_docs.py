@@ -100,7 +100,7 @@ def test_the_options_of_the_launch_guide_exist():
 
 def test_the_benchmarks_are_named_in_their_readme():
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\| `([^`]+)`", text, re.M)
+    named = re.findall(r"^\| \[([^]]+)\]", text, re.M)
     assert sorted(named) == sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
 
 
