@@ -37,8 +37,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def fork_job(ranks: int, main: Callable[[], int], timeout: float = 120.0) -> JobResult:
-    """Run `main()` in `ranks` forked processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set."""
+def fork_job(
+    ranks: int, main: Callable[[], int], timeout: float = 120.0,
+    meanwhile: Callable[[list[int]], None] = lambda pids: None,
+) -> JobResult:
+    """Run `main()` in `ranks` forked processes with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set.
+
+    `meanwhile(pids)` is called here while they run, once, with their process ids by rank; it must return by itself.
+    """
     port, started = free_port(), time.monotonic()
     with tempfile.TemporaryFile() as out:
         pids: dict[int, int] = {}
@@ -51,6 +57,7 @@ def fork_job(ranks: int, main: Callable[[], int], timeout: float = 120.0) -> Job
             pids[pid] = rank
         codes: list[int | None] = [None] * ranks
         everyone, timed_out = list(pids), False
+        meanwhile(everyone)
         while pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in pids:
@@ -77,7 +84,7 @@ def run_job(arguments: list[str], ranks: int, timeout: float = 120.0) -> JobResu
 
 def run_loop(
     arguments: list[str], ranks: int, loop: Callable[[Any, dict[str, Any]], int], timeout: float = 120.0,
-    workers: dict[str, Any] | None = None,
+    workers: dict[str, Any] | None = None, meanwhile: Callable[[list[int]], None] = lambda pids: None,
 ) -> JobResult:
     """Like run_job, with another loop(config, groups) instead of the trainer's, and other worker classes by role."""
     from rlhf_megatron import devices, train
@@ -92,7 +99,7 @@ def run_loop(
             config, roles, lambda groups: loop(config, groups), log_folder=folder
         )
 
-    return fork_job(ranks, main, timeout)
+    return fork_job(ranks, main, timeout, meanwhile)
 
 
 def arguments(demo: Path, runs: Path, name: str, *overrides: str) -> list[str]:

@@ -25,11 +25,19 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rlhf_megatron.controller import wire
 from rlhf_megatron.controller.channel import CALLS, WATCH, Endpoint, configure
-from rlhf_megatron.controller.errors import CallTimeout, Interrupted, JobError, RankLost, RemoteError, loop_error
+from rlhf_megatron.controller.errors import (
+    CallTimeout,
+    Interrupted,
+    JobError,
+    LoopError,
+    RankLost,
+    RemoteError,
+    loop_error,
+)
 from rlhf_megatron.controller.report import Reporter, flush_output
 
 SETTLE = 0.5  # seconds to listen on after the first sign of a failure
-SETTLE_LOST = 0.2  # a lost rank is the worst that can be heard: only the places of the others are waited for
+SETTLE_PLACES = 0.2  # where nothing can come that explains more: only the places of the others are waited for
 SETTLE_SIGNAL = 1.5  # a launcher that noticed a dead rank sends SIGTERM to the others: wait for the disconnection
 UNWIND = 5.0  # seconds that the loop gets to unwind
 PROBE = 1.0  # seconds to look for the rank behind a disconnection
@@ -184,7 +192,7 @@ class Hub:
             error, place = arguments
             self._ended = error, place
             if self.failure is None and self._suspect is None:
-                self._suspected(error if isinstance(error, JobError) else loop_error(error), 0.0)
+                self._suspected(error if isinstance(error, JobError) else loop_error(error), SETTLE_PLACES)
         elif self.failure is not None:
             arguments[0].finish(self.failure)
         else:
@@ -291,7 +299,7 @@ class Hub:
             self._settle_at = time.monotonic() + settle
             self._ask_where()
         other: JobError | None = error
-        if self._suspect is None or error.blame < self._suspect.blame:
+        if self._suspect is None or (error.blame < self._suspect.blame and not isinstance(self._suspect, LoopError)):
             other, self._suspect = self._suspect, error
         if other is not None and not isinstance(other, Interrupted):
             self._consequences.append(other.cause.splitlines()[0][:200])
@@ -302,7 +310,7 @@ class Hub:
         doing = f" in {calls[0].stage}" if calls else " between calls"
         cause = (f"rank {rank} ({self.places[rank]}) was lost{doing}: its process is gone (killed or exited) or was "
                  f"silent for {self.heartbeat_timeout:g} s")
-        self._suspected(RankLost(rank, cause), SETTLE_LOST)
+        self._suspected(RankLost(rank, cause), SETTLE_PLACES)
 
     def _forget(self, rank: int) -> None:
         for kind in (CALLS, WATCH):

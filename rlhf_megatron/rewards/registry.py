@@ -17,6 +17,11 @@ _MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z",
 class RewardError(RuntimeError):
     """A reward function cannot be found, fails, or gives an unusable result; the message names function and row."""
 
+    @property
+    def explains_itself(self) -> bool:
+        """Unless the function raised: then its traceback is wanted, too."""
+        return self.__cause__ is None
+
 
 def register(name: str) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: make a function known as `reward.function: name`. RewardError when the name is taken."""
