@@ -20,6 +20,7 @@ class MegatronLayout(Layout):
     head: "lm", or "value" for a critic ([1, H] output_layer on the last stage, the same on every tensor rank).
     norm_names: "local" (input_layernorm.weight), or "te" (self_attention.linear_qkv.layer_norm_weight).
     Tied embeddings: the last stage holds a second copy as output_layer.weight when pp > 1; middle stages hold none.
+    With virtual stages the names of chunk v begin with `chunk_name(parallel, v)`; layers count from 0 in every chunk.
     ValueError when the model cannot be split so, with every broken rule.
     """
 
@@ -53,8 +54,8 @@ class MegatronLayout(Layout):
 
     def padding(self, rank: int) -> dict[str, int]:
         placements, shapes = self._of(rank)
-        missing = {name: prod(shapes[name]) for name in ("embedding.word_embeddings.weight", "output_layer.weight")
-                   if name in shapes}
+        missing = {name: prod(shape) for name, shape in shapes.items()
+                   if name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))}
         for place in placements:
             if place.local in missing:
                 missing[place.local] -= place.box.elements
@@ -78,23 +79,30 @@ class MegatronLayout(Layout):
             placements.extend(Placement(Box(names[part], start, stop), local, offset)
                               for part, start, stop, offset in pieces)
 
-        if pp == 0:
-            for row in self._table.first:
-                add(row)
-        for index, layer in enumerate(self.parallel.stage_layers(self.spec.num_layers, pp)):
-            for row in self._table.layer:
-                add(row, f"decoder.layers.{index}.", layer)
-        if pp == self.parallel.pp - 1:
-            for row in self._table.last:
-                # one stage and a tied head: the output layer reads the embedding and has no parameter of its own
-                if not (row.local == "output_layer.weight" and self.parallel.pp == 1 and self.spec.tied
-                        and self.head == "lm"):
-                    add(row)
+        for chunk in range(self.parallel.vpp):
+            model = chunk_name(self.parallel, chunk)
+            if pp == 0 and chunk == 0:
+                for row in self._table.first:
+                    add(row, model)
+            for index, layer in enumerate(self.parallel.stage_layers(self.spec.num_layers, pp, chunk)):
+                for row in self._table.layer:
+                    add(row, f"{model}decoder.layers.{index}.", layer)
+            if pp == self.parallel.pp - 1 and chunk == self.parallel.vpp - 1:
+                for row in self._table.last:
+                    # one stage and a tied head: the output layer reads the embedding, without a parameter of its own
+                    if not (row.local == "output_layer.weight" and self.parallel.pp == 1 and self.spec.tied
+                            and self.head == "lm"):
+                        add(row, model)
         return tuple(placements), shapes
 
     def __str__(self) -> str:
         head = "" if self.head == "lm" else f" with a {self.head} head"
         return f"Megatron {self.parallel} of {self.spec.family}{head} on {len(self.ranks)} ranks"
+
+
+def chunk_name(parallel: ParallelLayout, chunk: int) -> str:
+    """What the local names of a chunk begin with: nothing, or "model0.", "model1." ... with virtual stages."""
+    return "" if parallel.vpp == 1 else f"model{chunk}."
 
 
 def cut_weight(row: Weight, tp: int, tp_rank: int) -> tuple[Index, list[tuple[int, Index, Index, Index]]]:

@@ -63,20 +63,34 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Degrees tp, pp, cp, dp laid over `ranks` (tp fastest, then cp, dp; pp slowest). No ranks given: 0..size-1."""
+    """Degrees tp, pp, cp, dp laid over `ranks` (tp fastest, then cp, dp; pp slowest). No ranks given: 0..size-1.
+
+    vpp: virtual stages of every pipeline stage. Virtual stage v * pp + p, in the order of depth, is chunk v of stage p.
+    layers: layers of every virtual stage, in the order of depth; empty: equal shares.
+    """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     dp: int = 1
     ranks: tuple[int, ...] = ()
+    vpp: int = 1
+    layers: tuple[int, ...] = ()
     _index: dict[int, int] = field(init=False, repr=False, compare=False)  # rank -> position in `ranks`
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "vpp"):
             value = getattr(self, axis)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{axis}={value!r}: a parallel degree must be an integer of at least 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp({self.vpp}) splits pipeline stages, but pp is 1; set vpp to 1, or pp to 2 or more")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.layers and len(self.layers) != self.pp * self.vpp:
+            raise ValueError(f"layers {list(self.layers)} names {len(self.layers)} stages, but pp({self.pp}) x vpp"
+                             f"({self.vpp}) = {self.pp * self.vpp}; give one number of layers for each")
+        if any(count < 1 for count in self.layers):
+            raise ValueError(f"layers {list(self.layers)}: every stage needs at least one layer")
         size = self.tp * self.pp * self.cp * self.dp
         object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(size)))
         if len(self.ranks) != size:
@@ -87,14 +101,15 @@ class ParallelLayout:
         object.__setattr__(self, "_index", {rank: i for i, rank in enumerate(self.ranks)})
 
     @classmethod
-    def build(cls, size_or_ranks: int | Iterable[int], tp: int = 1, pp: int = 1, cp: int = 1) -> ParallelLayout:
+    def build(cls, size_or_ranks: int | Iterable[int], tp: int = 1, pp: int = 1, cp: int = 1, vpp: int = 1,
+              layers: Iterable[int] = ()) -> ParallelLayout:
         """Derive dp from the number of ranks. ValueError when tp x pp x cp does not divide it."""
         ranks = tuple(range(size_or_ranks)) if isinstance(size_or_ranks, int) else tuple(size_or_ranks)
         block = tp * pp * cp
         if block < 1 or not ranks or len(ranks) % block:
             raise ValueError(f"tp({tp}) x pp({pp}) x cp({cp}) = {block} does not divide the number of ranks"
                              f"({len(ranks)}); change a degree or the number of ranks")
-        return cls(tp=tp, pp=pp, cp=cp, dp=len(ranks) // block, ranks=ranks)
+        return cls(tp=tp, pp=pp, cp=cp, dp=len(ranks) // block, ranks=ranks, vpp=vpp, layers=tuple(layers))
 
     @property
     def size(self) -> int:
@@ -132,14 +147,33 @@ class ParallelLayout:
 
         return [tuple(self.rank_of(**fixed, **moving) for moving in walk(inner)) for fixed in walk(outer)]
 
-    def stage_layers(self, num_layers: int, pp_rank: int) -> range:
-        """Global indices of the layers of one pipeline stage (equal shares)."""
-        if num_layers % self.pp:
-            raise ValueError(f"num_layers({num_layers}) is not a multiple of pp({self.pp}); change pp")
+    def stage_layers(self, num_layers: int, pp_rank: int, chunk: int = 0) -> range:
+        """Global indices of the layers of one pipeline stage, or of one chunk of it with vpp above 1."""
+        broken = self._broken_stages(num_layers)
+        if broken:
+            raise ValueError(broken)
         if not 0 <= pp_rank < self.pp:
             raise ValueError(f"pipeline stage {pp_rank} is outside 0..{self.pp - 1}")
-        share = num_layers // self.pp
-        return range(pp_rank * share, (pp_rank + 1) * share)
+        if not 0 <= chunk < self.vpp:
+            raise ValueError(f"chunk {chunk} of a pipeline stage is outside 0..{self.vpp - 1}")
+        stages = self.pp * self.vpp
+        counts = self.layers or (num_layers // stages,) * stages
+        stage = chunk * self.pp + pp_rank
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
+
+    def _broken_stages(self, num_layers: int) -> str | None:
+        stages = self.pp * self.vpp
+        if self.layers and sum(self.layers) != num_layers:
+            return (f"layers {list(self.layers)} sum to {sum(self.layers)}, but the model has num_layers({num_layers}); "
+                    "change a stage")
+        if self.layers or not num_layers % stages:
+            return None
+        product = f"pp({self.pp})" if self.vpp == 1 else f"pp({self.pp}) x vpp({self.vpp}) = {stages}"
+        legal = [n for n in range(1, num_layers + 1) if not num_layers % n]
+        what = "pp" if self.vpp == 1 else "pp x vpp"
+        return (f"num_layers({num_layers}) is not a multiple of {product}; legal {what} for this model: {legal}, or give "
+                "every stage's number in layers")
 
     def validate(self, spec: ModelSpec) -> list[str]:
         """Every rule that this layout breaks for the model, each with its numbers and the remedy; empty = fits."""
@@ -150,14 +184,14 @@ class ParallelLayout:
                 legal = [t for t in range(1, spec.num_kv_heads + 1)
                          if not (spec.num_heads % t or spec.num_kv_heads % t or spec.ffn_hidden_size % t)]
                 found.append(f"{what}({value}) is not a multiple of tp({self.tp}); legal tp for this model: {legal}")
-        if spec.num_layers % self.pp:
-            legal = [p for p in range(1, spec.num_layers + 1) if not spec.num_layers % p]
-            found.append(f"num_layers({spec.num_layers}) is not a multiple of pp({self.pp}); "
-                         f"legal pp for this model: {legal}")
+        broken = self._broken_stages(spec.num_layers)
+        if broken:
+            found.append(broken)
         return found
 
     def __str__(self) -> str:
-        return f"TP{self.tp} PP{self.pp} CP{self.cp} DP{self.dp}"
+        virtual = f" VPP{self.vpp}" if self.vpp > 1 else ""
+        return f"TP{self.tp} PP{self.pp}{virtual} CP{self.cp} DP{self.dp}"
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:

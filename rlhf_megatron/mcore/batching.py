@@ -1,153 +1,224 @@
-"""Rows of a DataProto as micro-batches: padded model inputs, and where each response token's hidden state stands.
+"""Rows of a DataProto as micro-batches: padded or packed model inputs, and where each response token's state stands.
 
 The hidden state that scores response token t of a row with P prompt tokens is that of position P - 1 + t: the position
 before the token. Values use the same positions: the value before a token is taken.
+
+Context parallelism cuts every sequence into 2 x cp chunks; rank r holds chunks r and 2 x cp - 1 - r, one early and one
+late, so that causal attention is about the same work everywhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from rlhf_megatron.data import packing
 from rlhf_megatron.data.proto import DataProto, Ragged
 
 MASK = "response_mask"  # always among a micro-batch's fields, whether the batch has it or not
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """b rows padded to T tokens; N of their response tokens are scored. Rows beyond `rows` are padding of weight zero.
+class Cut:
+    """How one role forms and cuts its micro-batches.
 
-    input_ids, position_ids: [b, T] int64.
-    hidden_index: [N] positions of the scored tokens in hidden states [T, b, H] seen as [T * b, H].
-    slots: [N] their places in a [b, R] view seen as [b * R].
-    places: [N] their places in the flat values of a response field of the whole batch.
-    targets: [N] the tokens themselves.
-    fields: name -> [b, R]; what stands beyond a response is zero (False), and False in `response_mask`.
+    rows: rows of a micro-batch, if `tokens` is 0.
+    tokens: its strict limit of tokens, padding included.
+    packed: rows one behind the other, instead of side by side and padded.
+    cp, cp_rank: context-parallel ranks, and which of them this is.
+    sequence_parallel: ranks that share what a context-parallel rank holds of a sequence (1: it is not shared).
+    linear, quadratic: cost of a row of length L, linear * L + quadratic * L^2, by which packed ones are balanced.
+    """
+
+    rows: int = 1
+    tokens: int = 0
+    packed: bool = False
+    cp: int = 1
+    cp_rank: int = 0
+    sequence_parallel: int = 1
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The length of every packed sequence is a multiple of this: its chunks are equal."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def multiple(self) -> int:
+        """The length of a whole micro-batch is a multiple of this."""
+        return math.lcm(self.sequence_multiple, self.cp * self.sequence_parallel)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows as one model input of b sequences of T tokens (packed: b is 1); N of their response tokens are scored.
+
+    Of the T tokens a context-parallel rank holds T / cp, and of the N scored ones n; without cp n is N.
+
+    input_ids, position_ids: [b, T / cp] int64.
+    cu_seqlens: packed, [sequences + 1] int32: where each begins in the T tokens, and the end. Otherwise None.
+    longest: the longest sequence's tokens.
+    hidden_index: [n] positions of the scored tokens in hidden states [T / cp, b, H] seen as [T / cp * b, H].
+    here: [n] which of the N they are; None: all.
+    targets: [n] the tokens themselves.
+    slots: [N] places in a [rows, R] view seen as [rows * R].
+    places: [N] places in the flat values of a response field of the whole batch, on the CPU.
+    fields: name -> [rows, R]; what stands beyond a response is zero (False), and False in `response_mask`.
+    rows: of the batch; without any there is one field row, of padding.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    longest: int
     hidden_index: torch.Tensor
+    here: torch.Tensor | None
+    targets: torch.Tensor
     slots: torch.Tensor
     places: torch.Tensor
-    targets: torch.Tensor
     fields: dict[str, torch.Tensor]
     rows: int
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the scored tokens [N] -> [b, R], zero elsewhere; differentiable."""
+        """Values of the scored tokens [N] -> [rows, R], zero elsewhere; differentiable."""
         shape = self.fields[MASK].shape
         return values.new_zeros(shape.numel()).index_copy(0, self.slots, values).view(shape)
 
 
 class Batcher:
-    """Cuts one batch into micro-batches of `size` rows.
+    """Cuts one batch into micro-batches.
 
     Args:
         batch: `prompts` and `responses`, and every field in `reads`, which must be ragged over the response.
-        size: rows per micro-batch; the last one is filled up with empty rows of weight zero.
+        cut: how.
         vocab_size: token ids must be below it.
-        reads: response fields wanted as [b, R] views.
+        reads: response fields wanted as [rows, R] views.
         valid_only: score only the tokens whose `response_mask` is True (if the batch has one): nothing else is used.
-        one_length: pad all micro-batches to one length, as a pipeline with fixed message shapes needs. Otherwise rows
-            are taken in the order of their length and each micro-batch is as long as its own longest row.
-        multiple: every micro-batch's length is one, as sequence parallelism needs.
         device: where the tensors go.
+
+    Call `plan` before anything is read.
 
     Raises:
         ValueError: a field that is missing or not ragged over the response, a row without a prompt, or a token id
             outside the vocabulary, with the row and the value.
     """
 
-    def __init__(self, batch: DataProto, size: int, vocab_size: int, reads: Sequence[str] = (), *,
-                 valid_only: bool = False, one_length: bool = False, multiple: int = 1,
-                 device: torch.device | str = "cpu") -> None:
-        if size < 1:
-            raise ValueError(f"micro_batch_size={size}: a micro-batch has at least one row")
+    def __init__(self, batch: DataProto, cut: Cut, vocab_size: int, reads: Sequence[str] = (), *,
+                 valid_only: bool = False, device: torch.device | str = "cpu") -> None:
         batch.require(("prompts", "responses", *(name for name in reads if name != MASK)), "a micro-batch")
-        self.size, self.device, self.one_length, self.multiple = size, device, one_length, multiple
-        self.prompts, self.responses = batch["prompts"], batch["responses"]
-        self.lengths = self.responses.lengths.cpu()
+        self.cut, self.device = cut, device
         self.fields = {name: batch[name] for name in reads if name != MASK}
         if MASK in batch.tensors:
             self.fields[MASK] = batch[MASK]
-        self.valid = self.fields[MASK].values.bool().cpu() if valid_only and MASK in self.fields else None
+        self.prompts, self.responses = batch["prompts"], batch["responses"]
         self._check(vocab_size)
-        self.totals = self.prompts.lengths.cpu() + self.lengths
-        order = torch.arange(len(self.lengths)) if one_length else self.totals.argsort(stable=True)
-        self.groups = list(order.split(size)) if len(order) else [order]
-        self.sequence_length = self._padded(int(self.totals.max()) if len(order) else 1)
+        self.prompt_lengths, self.lengths = self.prompts.lengths.cpu(), self.responses.lengths.cpu()
+        self.totals = self.prompt_lengths + self.lengths
+        self._prompt_tokens, self._response_tokens = self.prompts.values.cpu(), self.responses.values.cpu()
+        self._values = {name: field.values.cpu() for name, field in self.fields.items()}
+        self._valid = self._values[MASK].bool() if valid_only and MASK in self.fields else None
+        self.micro_batches: list[MicroBatch] = []
+
+    def plan(self, count: int = 1) -> int:
+        """Form the micro-batches, at least `count`, so that a replica with few rows or none takes part -> how many."""
+        unit = self.cut.sequence_multiple if self.cut.packed else self.cut.multiple
+        lengths = [_up(total, unit) for total in self.totals.tolist()]
+        if self.cut.tokens:
+            self.groups = packing.by_tokens(
+                lengths, self.cut.tokens // self.cut.multiple * self.cut.multiple, self.cut.packed, count,
+                self.cut.linear, self.cut.quadratic)
+        else:
+            self.groups = packing.by_rows(lengths, self.cut.rows, count)
+        self.micro_batches = []
+        return len(self.groups)
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """[b, T] of every micro-batch, before context parallelism cuts it."""
+        cp = self.cut.cp
+        return [(micro.input_ids.shape[0], micro.input_ids.shape[1] * cp) for micro in self]
 
     def __len__(self) -> int:
-        """Number of micro-batches: at least one, so that a replica without rows still takes part."""
         return len(self.groups)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        prompt_starts, starts = _starts(self.prompts.lengths.cpu()), _starts(self.lengths)
-        for rows in self.groups:
-            yield self._micro_batch(rows, prompt_starts, starts)
+        if len(self.micro_batches) != len(self.groups):
+            starts = _starts(self.prompt_lengths), _starts(self.lengths)
+            self.micro_batches = [self._micro_batch(torch.tensor(rows, dtype=torch.int64), *starts)
+                                  for rows in self.groups]
+        return iter(self.micro_batches)
 
     def ragged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ragged:
         """(places, values) of all micro-batches -> one response field, in the order of the batch's rows, on the CPU."""
         out = torch.zeros(int(self.lengths.sum()), dtype=torch.float32)
         for places, values in parts:
-            out[places.cpu()] = values.float().cpu()
+            out[places] = values.float().cpu()
         return Ragged(out, self.lengths)
 
-    def _padded(self, length: int) -> int:
-        return -(-length // self.multiple) * self.multiple
-
     def _micro_batch(self, rows: torch.Tensor, prompt_starts: torch.Tensor, starts: torch.Tensor) -> MicroBatch:
-        lengths = self.lengths[rows]
-        prompt_lengths = self.prompts.lengths.cpu()[rows]
-        if self.one_length or not len(rows):
-            longest = self.sequence_length
+        cut, lengths, prompt_lengths = self.cut, self.lengths[rows], self.prompt_lengths[rows]
+        if cut.packed:
+            held = [_up(total, cut.sequence_multiple) for total in self.totals[rows].tolist()]
+            tail = _up(max(sum(held), 1), cut.multiple) - sum(held)
+            held += [tail] if tail else []  # a sequence of padding fills the micro-batch up to its multiple
+            begins = _starts(torch.tensor(held))
+            ids, positions = torch.zeros(1, sum(held), dtype=torch.int64), _counting(torch.tensor(held))[None]
+            b, offset = 1, begins[: len(rows)]
         else:
-            longest = self._padded(int(self.totals[rows].max()))
-        input_ids = torch.zeros(self.size, longest, dtype=torch.int64)
-        prompts, responses = self.prompts.values.cpu(), self.responses.values.cpu()
+            held = [_up(int(self.totals[rows].max()) if len(rows) else 1, cut.multiple)]
+            b, offset = max(len(rows), 1), torch.arange(len(rows)) * held[0]
+            ids, positions = torch.zeros(b, held[0], dtype=torch.int64), torch.arange(held[0]).expand(b, held[0])
+        flat = ids.view(-1)
         for i, row in enumerate(rows.tolist()):
-            p, r = int(prompt_lengths[i]), int(lengths[i])
-            input_ids[i, :p] = prompts[prompt_starts[row] : prompt_starts[row] + p]
-            input_ids[i, p : p + r] = responses[starts[row] : starts[row] + r]
+            p, r, at = int(prompt_lengths[i]), int(lengths[i]), int(offset[i])
+            flat[at : at + p] = self._prompt_tokens[prompt_starts[row] : prompt_starts[row] + p]
+            flat[at + p : at + p + r] = self._response_tokens[starts[row] : starts[row] + r]
+
         width = max(int(lengths.max()) if len(rows) else 0, 1)
-        row_of = torch.arange(len(rows)).repeat_interleave(lengths)
-        t = torch.arange(len(row_of)) - _starts(lengths).repeat_interleave(lengths)
-        slots = row_of * width + t
-        places = starts[rows].repeat_interleave(lengths) + t
-        fields = {}
-        for name, field in self.fields.items():
-            values = field.values.cpu()
-            view = values.new_zeros(self.size * width)
-            view[slots] = values[places]
-            fields[name] = view.view(self.size, width)
-        if MASK not in fields:
-            mask = torch.zeros(self.size * width, dtype=torch.bool)
-            mask[slots] = True
-            fields[MASK] = mask.view(self.size, width)
-        fields[MASK] = fields[MASK].bool()
-        hidden_index = (prompt_lengths.repeat_interleave(lengths) - 1 + t) * self.size + row_of
-        if self.valid is not None:
-            chosen = self.valid[places]
-            hidden_index, slots, places = hidden_index[chosen], slots[chosen], places[chosen]
-        position_ids = torch.arange(longest).expand(self.size, longest).contiguous()
+        row_of, t = torch.arange(len(rows)).repeat_interleave(lengths), _counting(lengths)
+        slots, places = row_of * width + t, starts[rows].repeat_interleave(lengths) + t
+        fields = self._fields(slots, places, max(len(rows), 1), width)
+        position = prompt_lengths.repeat_interleave(lengths) - 1 + t
+        column = offset.repeat_interleave(lengths) + position if cut.packed else position
+        if self._valid is not None:
+            chosen = self._valid[places]
+            row_of, column, slots, places = row_of[chosen], column[chosen], slots[chosen], places[chosen]
+        targets, here = self._response_tokens[places], None
+        if cut.cp > 1:
+            kept = kept_positions(held, cut.cp, cut.cp_rank)
+            place_of = torch.full((sum(held),), -1).index_copy_(0, kept, torch.arange(len(kept)))
+            ids, positions, column = ids[:, kept], positions[:, kept], place_of[column]
+            here = (column >= 0).nonzero()[:, 0]
+            row_of, column, targets = row_of[here], column[here], targets[here]
+        hidden_index = column if cut.packed else column * b + row_of
+        ends = torch.tensor([0, *held]).cumsum(0, dtype=torch.int32) if cut.packed else None
+        to = self.device
         return MicroBatch(
-            input_ids=input_ids.to(self.device),
-            position_ids=position_ids.to(self.device),
-            hidden_index=hidden_index.to(self.device),
-            slots=slots.to(self.device),
-            places=places,
-            targets=responses[places].to(self.device),
-            fields={name: view.to(self.device) for name, view in fields.items()},
+            input_ids=ids.contiguous().to(to), position_ids=positions.contiguous().to(to),
+            cu_seqlens=None if ends is None else ends.to(to), longest=max(held),
+            hidden_index=hidden_index.to(to), here=None if here is None else here.to(to), targets=targets.to(to),
+            slots=slots.to(to), places=places, fields={name: view.to(to) for name, view in fields.items()},
             rows=len(rows),
         )
 
+    def _fields(self, slots: torch.Tensor, places: torch.Tensor, rows: int, width: int) -> dict[str, torch.Tensor]:
+        """[rows, width] views of the fields, and the mask, which is True for every token if the batch has none."""
+        fields = {}
+        for name, values in self._values.items():
+            view = values.new_zeros(rows * width)
+            view[slots] = values[places]
+            fields[name] = view.view(rows, width)
+        if MASK not in fields:
+            fields[MASK] = torch.zeros(rows * width, dtype=torch.bool).index_fill_(0, slots, True).view(rows, width)
+        fields[MASK] = fields[MASK].bool()
+        return fields
+
     def _check(self, vocab_size: int) -> None:
         for name, field in self.fields.items():
-            if not isinstance(field, Ragged) or not torch.equal(field.lengths.cpu(), self.lengths):
+            if not isinstance(field, Ragged) or not torch.equal(field.lengths.cpu(), self.responses.lengths.cpu()):
                 raise ValueError(f"field {name!r} is not ragged over the response: one value per response token is "
                                  "needed; give it the lengths of `responses`")
         empty = (self.prompts.lengths == 0).nonzero()
@@ -163,6 +234,29 @@ class Batcher:
                                  f"vocabulary of {vocab_size}; the tokenizer and the model do not belong together")
 
 
+def kept_positions(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
+    """Positions, in sequences laid one behind the other, that a context-parallel rank holds, in the order it holds them.
+
+    Every length must be a multiple of 2 x cp.
+    """
+    kept, first = [], 0
+    for length in lengths:
+        chunk = length // (2 * cp)
+        for index in (rank, 2 * cp - 1 - rank):
+            kept.append(torch.arange(first + index * chunk, first + (index + 1) * chunk))
+        first += length
+    return torch.cat(kept)
+
+
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
     """Where each row begins in flat values."""
     return lengths.cumsum(0) - lengths
+
+
+def _counting(lengths: torch.Tensor) -> torch.Tensor:
+    """0 .. length - 1 for every length, one behind the other."""
+    return torch.arange(int(lengths.sum())) - _starts(lengths).repeat_interleave(lengths)
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

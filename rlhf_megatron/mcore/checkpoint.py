@@ -192,8 +192,9 @@ def load(engine: MegatronEngine, directory: str | Path) -> None:
             _check_keys(state, folder / "state")
         loaded = dist_checkpointing.load(state, str(folder / "state"))
         with torch.no_grad():
-            missing = engine.model.load_state_dict(loaded["model"], strict=False).missing_keys
-            missing = [name for name in missing if not name.endswith("_extra_state")]
+            missing = [name for index, chunk in enumerate(engine.chunks)
+                       for name in chunk.load_state_dict(loaded["model"][str(index)], strict=False).missing_keys
+                       if not name.endswith("_extra_state")]
             if missing:
                 raise CheckpointRefused(f"{folder} holds no {', '.join(missing)}: it was saved for another model")
             if engine.optimizer is not None:
@@ -269,12 +270,16 @@ def _state(engine: MegatronEngine, is_loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    model = engine.model.sharded_state_dict(metadata=how)
     # Objects (empty "extra states") would be pickled; tensors are all there is to save.
-    model = {name: entry for name, entry in model.items() if not isinstance(entry, ShardedObject)}
+    model = {
+        str(index): {name: entry for name, entry in chunk.sharded_state_dict(metadata=how).items()
+                     if not isinstance(entry, ShardedObject)}
+        for index, chunk in enumerate(engine.chunks)
+    }
     state: dict[str, Any] = {"model": model}
     if engine.optimizer is not None:
-        _count_padding(engine.ddp)
+        for chunk in engine.ddp:
+            _count_padding(chunk)
         state["optimizer"] = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=how)
     return state
 
@@ -295,7 +300,7 @@ def _count_padding(ddp: torch.nn.Module) -> None:
 def _check_keys(state: dict[str, Any], folder: Path) -> None:
     """Every tensor that this rank wants is in the checkpoint (shapes are compared by megatron-core before reading)."""
     held = _read_metadata(folder / METADATA).state_dict_metadata
-    wanted = {entry.key for entry in state["model"].values()}
+    wanted = {entry.key for chunk in state["model"].values() for entry in chunk.values()}
     missing = sorted(key for key in wanted if key not in held)
     if missing:
         raise CheckpointRefused(f"{folder} holds no {', '.join(missing)}: it was saved for another model")
@@ -311,7 +316,8 @@ def _description(engine: MegatronEngine) -> dict[str, Any]:
         "model": {name: getattr(spec, name) for name in (
             "family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim",
             "vocab_size", "tied")},
-        "layout": {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp},
+        "layout": {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp, "vpp": layout.vpp,
+                   "layers": list(layout.layers)},
         "step": engine.step,
         "skipped_steps": engine.skipped_steps,
     }

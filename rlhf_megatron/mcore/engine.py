@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from rlhf_megatron import devices
 from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.layouts.flops import forward_flops
+from rlhf_megatron.layouts.mcore import chunk_name
 from rlhf_megatron.layouts.spec import ModelSpec, ParallelLayout
 from rlhf_megatron.mcore import cpu_seam
 
@@ -26,14 +28,16 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 from rlhf_megatron.mcore import checkpoint, groups  # noqa: E402
 from rlhf_megatron.mcore import optimizer as optimizers  # noqa: E402
-from rlhf_megatron.mcore.batching import Batcher, MicroBatch  # noqa: E402
+from rlhf_megatron.mcore.batching import Batcher, Cut, MicroBatch  # noqa: E402
+from rlhf_megatron.mcore.context_parallel import whole  # noqa: E402
 from rlhf_megatron.mcore.logprobs import vocab_parallel_log_probs  # noqa: E402
-from rlhf_megatron.mcore.model import build_model  # noqa: E402
+from rlhf_megatron.mcore.model import HiddenStatesModel, build_model  # noqa: E402
+from rlhf_megatron.mcore.pipeline import KnownShapes  # noqa: E402
 from rlhf_megatron.observe.metrics import Mean, Metric, Sum, merge  # noqa: E402
 
 HEADS = ("lm", "value")
@@ -57,9 +61,14 @@ class MegatronEngine:
         head: "lm" (log-probs) or "value" (values).
         trainable: False builds no gradient buffers and no optimizer.
         dtype: "float32" or "bfloat16" (then with fp32 gradients and fp32 master weights).
-        micro_batch_size: rows per forward on this replica.
+        micro_batch_size: rows per forward on this replica, if micro_batch_tokens is 0.
+        micro_batch_tokens: tokens per forward on this replica, never more; rows are spread so that all is balanced.
+        packing: rows of a micro-batch lie one behind the other, without padding.
         sequence_parallel: norms and residuals are split over the tensor-parallel ranks, too (needs tp above 1).
         recompute: activations that are made anew in backward: "none", "selective" (core attention) or "full" (layers).
+        overlap: gradients are reduced while backward runs, and with a distributed optimizer parameters are gathered
+            while forward does.
+        deterministic: only kernels that give the same bits every time.
         optimizer: settings as in the config section `optimizer`; needed when trainable.
         total_steps: optimizer updates of the whole run, over which a falling learning rate falls.
         seed: of the initial weights and of this role's random streams.
@@ -76,8 +85,12 @@ class MegatronEngine:
         trainable: bool = True,
         dtype: str = "float32",
         micro_batch_size: int = 1,
+        micro_batch_tokens: int = 0,
+        packing: bool = False,
         sequence_parallel: bool = False,
         recompute: str = "none",
+        overlap: bool = False,
+        deterministic: bool = False,
         optimizer: Any | None = None,
         total_steps: int = 1,
         seed: int = 1,
@@ -87,17 +100,23 @@ class MegatronEngine:
         if trainable and optimizer is None:
             raise ValueError("a trainable engine needs optimizer settings; pass optimizer=, or trainable=False")
         self.spec, self.layout, self.head = spec, layout, head
-        self.micro_batch_size, self.settings, self.total_steps = micro_batch_size, optimizer, total_steps
+        self.settings, self.total_steps = optimizer, total_steps
         self.dtype, self.seed = devices.dtype(dtype), seed
         self.sequence_parallel, self.recompute = sequence_parallel, recompute
+        self.overlap, self.deterministic = overlap and trainable, deterministic
         self.step = 0  # optimizer updates made; skipped ones do not count
         self.skipped_steps = 0
         self.keep_gradients = False
         self._gradients: dict[str, torch.Tensor] | None = None
         self.groups = groups.build_groups(layout)
         self.coordinates = layout.coordinates(torch.distributed.get_rank())
-        self.is_last_stage = self.coordinates.pp == layout.pp - 1
-        self.is_output = self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
+        self.is_output = self.coordinates.pp == layout.pp - 1 and self.coordinates.tp == self.coordinates.cp == 0
+        flops = forward_flops(spec, head)
+        self.cut = Cut(
+            rows=micro_batch_size, tokens=micro_batch_tokens, packed=packing, cp=layout.cp, cp_rank=self.coordinates.cp,
+            sequence_parallel=layout.tp if sequence_parallel else 1,
+            linear=flops.per_token, quadratic=flops.per_token_squared,
+        )
         with self._entered():
             self._build(trainable)
 
@@ -105,7 +124,8 @@ class MegatronEngine:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters under their MegatronLayout names: the storage that is trained, not copies."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self._gather_parameters()
+        return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
     def weights_loaded(self) -> None:
         """Call after writing into `tensors()`: the fp32 master weights are set from the model's."""
@@ -129,12 +149,12 @@ class MegatronEngine:
         """
         batcher = self._batcher(batch)
         with self._entered(), torch.no_grad():
-            self.model.eval()
+            self._train_mode(False)
             parts = self._schedule(
                 batcher, lambda micro, hidden: (micro.places, self._head(micro, hidden, temperature, entropy)),
                 forward_only=True,
             )
-            self.model.train()
+            self._train_mode(True)
         if not self.is_output:
             return None
         return DataProto(tensors={
@@ -162,21 +182,24 @@ class MegatronEngine:
             return self._report([], applied=False)
         batcher = self._batcher(batch, reads=loss.reads, valid_only=True)
         with self._entered():
-            self.ddp.zero_grad_buffer()
+            for chunk in self.ddp:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            self.model.train()
+            self._train_mode(True)
             reports = self._schedule(
                 batcher, partial(self._micro_loss, loss, dict(batch.meta), temperature, entropy), forward_only=False
             )
             rate = optimizers.learning_rate(self.settings, self.step, self.total_steps)
             optimizers.apply_settings(self.optimizer, self.settings, rate)
             norm, applied = optimizers.update(self.optimizer, self.settings.clip_grad)
+            self._gather_pending = self.overlap and optimizers.is_distributed(self.settings)
         return self._report(reports, applied, norm, rate)
 
     # ---- checkpoints ----
 
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, counters and random streams. Collective over the pool."""
+        self._gather_parameters()
         checkpoint.save(self, directory)
 
     def load(self, directory: str | Path) -> None:
@@ -189,32 +212,66 @@ class MegatronEngine:
         return groups.use(self.groups, self.layout)
 
     def _build(self, trainable: bool) -> None:
-        self.model = build_model(
+        self.chunks = build_model(
             self.spec, self.layout, self.groups, self.dtype, head=self.head, trainable=trainable,
-            sequence_parallel=self.sequence_parallel, recompute=self.recompute,
+            sequence_parallel=self.sequence_parallel, recompute=self.recompute, deterministic=self.deterministic,
         )
         config = self.model.config
         config.calculate_per_token_loss = True  # DDP then sums over replicas and the schedule does not divide
         config.finalize_model_grads_func = self._finalize
-        self.ddp, self.optimizer = self.model, None
+        self.ddp: list[Any] = list(self.chunks)
+        self.optimizer = None
         if trainable:
-            self.ddp = DistributedDataParallel(
-                config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=optimizers.is_distributed(self.settings)
-                ),
-                self.model,
-                pg_collection=self.groups,
+            distributed = optimizers.is_distributed(self.settings)
+            how = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=self.overlap,
+                overlap_param_gather=self.overlap and distributed,
             )
-            self.optimizer = optimizers.build_optimizer(self.settings, [self.ddp], self.groups, self.dtype)
-        self._p2p = P2PCommunicator(pp_group=self.groups.pp, config=config) if self.layout.pp > 1 else None
+            # A later chunk runs first in backward: only the first chunk's reductions have nothing to hide behind.
+            self.ddp = [DistributedDataParallel(config, how, chunk, disable_bucketing=index > 0,
+                                                pg_collection=self.groups)
+                        for index, chunk in enumerate(self.chunks)]
+            if self.overlap:
+                pauses = [chunk.no_sync for chunk in self.ddp]
+                config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+            self.optimizer = optimizers.build_optimizer(self.settings, self.ddp, self.groups, self.dtype)
+        self._gather_pending = False  # an overlapped gathering of parameters waits for the forward that needs them
+        self._p2p = KnownShapes(self.groups.pp, config) if self.layout.pp > 1 else None
+
+    @property
+    def model(self) -> HiddenStatesModel:
+        """The chunk nearest to the head; with virtual stages there are others (`chunks`)."""
+        return self.chunks[-1]
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for index, chunk in enumerate(self.chunks):
+            prefix = chunk_name(self.layout, index)
+            for name, parameter in chunk.named_parameters():
+                yield prefix + name, parameter
+
+    def _train_mode(self, on: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(on)
+
+    def _gather_parameters(self) -> None:
+        if self._gather_pending:
+            with self._entered():
+                for chunk in self.ddp:
+                    chunk.start_param_sync(force_sync=True)
+            self._gather_pending = False
 
     def _batcher(self, batch: DataProto, reads: tuple[str, ...] = (), valid_only: bool = False) -> Batcher:
-        return Batcher(
-            batch, self.micro_batch_size, self.spec.vocab_size, reads,
-            valid_only=valid_only, one_length=self.layout.pp > 1, device=devices.device(),
-            multiple=self.layout.tp if self.sequence_parallel else 1,
-        )
+        """The replica's micro-batches: as many on every replica, those that have no rows weighing nothing."""
+        batcher = Batcher(batch, self.cut, self.spec.vocab_size, reads, valid_only=valid_only, device=devices.device())
+        count = batcher.plan()
+        if self.layout.dp > 1:
+            most = torch.tensor(count, device=devices.device())
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.groups.dp)
+            count = int(most)
+        if self.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
+            count = -(-count // self.layout.pp) * self.layout.pp
+        batcher.plan(count)
+        return batcher
 
     def _schedule(
         self, batcher: Batcher, last: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
@@ -223,40 +280,59 @@ class MegatronEngine:
 
         def step(micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(micro_batches)
-            hidden = model(micro.input_ids, micro.position_ids, None)  # right-padded and causal: no mask is needed
+            # right-padded and causal, or packed: no mask is needed
+            hidden = model(micro.input_ids, micro.position_ids, None, packed_seq_params=_packed(micro))
             return hidden, lambda output, non_loss_data=False: last(micro, output)
 
-        run = get_forward_backward_func(pp_size=self.layout.pp, vp_size=None)
-        return run(
+        interleaved = self.layout.vpp > 1
+        if self._p2p is not None:
+            held = self.layout.cp * self.cut.sequence_parallel  # ranks that share the positions of a sequence
+            shapes = [(t // held, b, self.spec.hidden_size) for b, t in batcher.shapes()]
+            self._p2p.expect(shapes, self.layout.vpp, self.layout.pp if interleaved else None)
+        run = get_forward_backward_func(pp_size=self.layout.pp, vp_size=self.layout.vpp if interleaved else None)
+        results = run(
             forward_step_func=step,
-            data_iterator=iter(batcher),
-            model=self.ddp,
+            data_iterator=[iter(batcher) for _ in self.chunks] if interleaved else iter(batcher),
+            model=self.ddp if interleaved else self.ddp[0],
             num_microbatches=len(batcher),
-            seq_length=batcher.sequence_length,
-            micro_batch_size=self.micro_batch_size,
+            seq_length=1,  # not used: see KnownShapes
+            micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
             p2p_communicator=self._p2p,
             pg_collection=self.groups,
             force_all_reduce=self.keep_gradients,  # every replica then has the whole sum, not only its share
         )
+        self._gather_pending = False  # every module has waited for its parameters
+        return results
 
     def _head(
         self, micro: MicroBatch, hidden: torch.Tensor, temperature: float, entropy: bool
     ) -> dict[str, torch.Tensor]:
-        """Final hidden states [T, b, H] -> outputs of the scored tokens, [N] fp32. No other position gets logits."""
+        """Final hidden states [T / cp, b, H] -> outputs of the scored tokens, [N] fp32, on every context-parallel rank.
+
+        No other position gets logits.
+        """
         scored = hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.hidden_index)
         weight = self._head_weight()
         if self.head == "value":
-            return {"values": F.linear(scored.float(), weight.float()).squeeze(-1)}
-        log_probs, entropies = vocab_parallel_log_probs(
-            scored, weight, micro.targets, self.groups.tp, self.spec.vocab_size, temperature, entropy=entropy
-        )
-        return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
+            outputs = {"values": F.linear(scored.float(), weight.float()).squeeze(-1)}
+        else:
+            log_probs, entropies = vocab_parallel_log_probs(
+                scored, weight, micro.targets, self.groups.tp, self.spec.vocab_size, temperature, entropy=entropy
+            )
+            outputs = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
+        if micro.here is None:
+            return outputs
+        return {name: whole(values, micro.here, len(micro.slots), self.groups.cp) for name, values in outputs.items()}
 
     def _head_weight(self) -> torch.Tensor:
         shared = self.head == "lm" and self.spec.tied
-        return self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
+        weight = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
+        if self._gather_pending:  # no module of megatron-core's multiplies with it, so none waits for it
+            group = self.ddp[-1].param_to_bucket_group[weight]
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+        return weight
 
     def _micro_loss(
         self, loss: Loss, meta: dict[str, Any], temperature: float, entropy: bool, micro: MicroBatch,
@@ -275,7 +351,7 @@ class MegatronEngine:
         """Sum gradients over replicas (and the two copies of tied embeddings); the token count is left unused."""
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         if self.keep_gradients:
-            self._gradients = {name: p.main_grad.detach().clone() for name, p in self.model.named_parameters()}
+            self._gradients = {name: p.main_grad.detach().clone() for name, p in self._named_parameters()}
 
     def _report(self, reports: list[dict[str, Metric]], applied: bool, norm: float | None = None,
                 rate: float | None = None) -> dict[str, Metric]:
@@ -288,3 +364,13 @@ class MegatronEngine:
         if self.coordinates.dp == 0:  # counted once, not once per replica
             metrics["skipped"] = Sum(0 if applied else 1)
         return metrics
+
+
+def _packed(micro: MicroBatch) -> PackedSeqParams | None:
+    ends = micro.cu_seqlens
+    if ends is None:
+        return None
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends,
+        max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest,
+    )

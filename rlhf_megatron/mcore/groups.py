@@ -111,6 +111,8 @@ def use(groups: ProcessGroupCollection, layout: ParallelLayout) -> Iterator[None
             setattr(parallel_state, name, getattr(groups, field))
         for field, name in _RANK_NAMES.items():
             setattr(parallel_state, name, dist.get_process_group_ranks(getattr(groups, field)))
+        if layout.vpp > 1:  # asked for by what counts layers; which chunk is meant is passed explicitly
+            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = layout.vpp
         if layout.cp == 1:
             parallel_state._TENSOR_AND_DATA_PARALLEL_GROUP = groups.tp_dp_cp
         own = _trackers.get(id(groups))

@@ -58,7 +58,7 @@ def norm_names() -> str:
 
 def transformer_config(
     spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype, sequence_parallel: bool = False,
-    recompute: str = "none",
+    recompute: str = "none", deterministic: bool = False,
 ) -> TransformerConfig:
     """megatron-core's config. Fusions are off without transformer-engine: they would compile on the first step."""
     if spec.norm != "rms" or spec.activation != "silu" or not spec.gated:
@@ -71,6 +71,16 @@ def transformer_config(
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r}: one of {', '.join(RECOMPUTE)}")
     fused = uses_transformer_engine()
+    pipeline: dict[str, Any] = {}
+    if layout.pp > 1:
+        pipeline = {
+            "pipeline_model_parallel_layout": _stages(spec, layout),
+            # megatron-core asks for the shape of every message, and pipeline.KnownShapes answers; its check of this
+            # wants a dispatcher of experts named even where there are none.
+            "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall",
+            # Interleaved chunks with batched messages wait for each other in another order on gloo, silently.
+            "batch_p2p_comm": layout.vpp == 1, "overlap_p2p_comm": layout.vpp > 1, "batch_p2p_sync": False,
+        }
     return TransformerConfig(
         num_layers=spec.num_layers, hidden_size=spec.hidden_size, ffn_hidden_size=spec.ffn_hidden_size,
         num_attention_heads=spec.num_heads, num_query_groups=spec.num_kv_heads, kv_channels=spec.head_dim,
@@ -78,35 +88,46 @@ def transformer_config(
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, add_qkv_bias=spec.qkv_bias,
         hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
-        sequence_parallel=sequence_parallel, **RECOMPUTE[recompute],
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=sequence_parallel, **pipeline, **RECOMPUTE[recompute],
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         # All weights are loaded, so drawing them would be slow and mean nothing. Initialisation as such stays on: it
         # also tags parameters as tensor-parallel, and the gradient norm counts only the first rank's share of those
         # without the tag.
         use_cpu_initialization=not devices.is_cuda(), init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_, embedding_init_method=torch.nn.init.zeros_,
-        calculate_per_token_loss=True, batch_p2p_comm=True, batch_p2p_sync=False, attention_softmax_in_fp32=True,
-        bias_activation_fusion=fused, bias_dropout_fusion=fused, apply_rope_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False,
+        calculate_per_token_loss=True, attention_softmax_in_fp32=True,
+        bias_activation_fusion=fused, bias_dropout_fusion=fused, apply_rope_fusion=fused, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False, deterministic_mode=deterministic,
     )
+
+
+def _stages(spec: ModelSpec, layout: ParallelLayout) -> list[list[str]]:
+    """What every virtual stage holds, in the order of depth, in megatron-core's words."""
+    stages = [["decoder"] * len(layout.stage_layers(spec.num_layers, stage, chunk))
+              for chunk in range(layout.vpp) for stage in range(layout.pp)]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
 def build_model(
     spec: ModelSpec, layout: ParallelLayout, groups: ProcessGroupCollection, dtype: torch.dtype, head: str = "lm",
-    trainable: bool = True, sequence_parallel: bool = False, recompute: str = "none",
-) -> HiddenStatesModel:
-    """This rank's part of the model, on the device. Weights are zero, and norms one, until they are loaded.
+    trainable: bool = True, sequence_parallel: bool = False, recompute: str = "none", deterministic: bool = False,
+) -> list[HiddenStatesModel]:
+    """This rank's part of the model, on the device: one chunk for each of its virtual stages.
 
-    Call inside `groups.use`. head "value": no logits layer; `output_layer.weight` [1, H] is the value head, starting
-    at 0.
+    Weights are zero, and norms one, until they are loaded. Call inside `groups.use`. head "value": no logits layer;
+    `output_layer.weight` [1, H] is the value head, starting at 0.
     """
     broken = layout.validate(spec)
     if broken:
         raise ValueError("; ".join(broken))
-    config = transformer_config(spec, layout, dtype, sequence_parallel, recompute)
-    model = HiddenStatesModel(spec, config, layout, groups, head)
-    model.requires_grad_(trainable)
-    return model.to(devices.device())
+    config = transformer_config(spec, layout, dtype, sequence_parallel, recompute, deterministic)
+    chunks = []
+    for chunk in range(layout.vpp):
+        model = HiddenStatesModel(spec, config, layout, groups, head, chunk)
+        model.requires_grad_(trainable)
+        chunks.append(model.to(devices.device()))
+    return chunks
 
 
 class HiddenStatesModel(GPTModel):
@@ -114,17 +135,20 @@ class HiddenStatesModel(GPTModel):
 
     def __init__(
         self, spec: ModelSpec, config: TransformerConfig, layout: ParallelLayout, groups: ProcessGroupCollection,
-        head: str,
+        head: str, chunk: int = 0,
     ) -> None:
         stage = groups.pp.rank()
         value = head == "value"
+        layers = len(layout.stage_layers(spec.num_layers, stage, chunk))
         super().__init__(
-            config=config, transformer_layer_spec=block_spec(spec, len(layout.stage_layers(spec.num_layers, stage))),
+            config=config, transformer_layer_spec=block_spec(spec, layers),
             # A value head needs no logits layer; the smallest that divides is allocated and at once replaced.
             vocab_size=padded_vocab(spec.vocab_size, layout.tp), max_sequence_length=spec.max_positions,
-            pre_process=stage == 0, post_process=stage == layout.pp - 1, parallel_output=True,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == layout.pp - 1 and chunk == layout.vpp - 1, parallel_output=True,
             share_embeddings_and_output_weights=spec.tied and not value,
             position_embedding_type="rope", rotary_base=spec.rope_theta, pg_collection=groups,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
         self.rotary_pos_emb.inv_freq = inverse_frequencies(spec).to(self.rotary_pos_emb.inv_freq.device)
         if value and self.post_process:
