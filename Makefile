@@ -20,7 +20,7 @@ folder = $(or $(call given,run.folder),runs)/$(or $(call given,run.name),$(1))
 # More threads than cores make everything ten times slower, and every job here is several processes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo smollm test test-fast test-long lint check
+.PHONY: help setup demo smollm test test-fast test-long splits lint check
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -65,6 +65,10 @@ test-long: .venv/.done
 	@mkdir -p build
 	@code=0; $(BIN)/python -m pytest tests -m long --timeout 3600 --junitxml build/long.xml $(ARGS) || code=$$?; \
 	$(BIN)/python tests/long_report.py build/long.xml docs/long_tests.md; exit $$code
+
+# What a split changes, measured: docs/splits.md
+splits: .venv/.done
+	PYTHONPATH=tests $(BIN)/python -m splits docs/splits.md
 
 lint: .venv/.done
 	$(BIN)/ruff check .

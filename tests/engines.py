@@ -70,8 +70,8 @@ def make_engine(spec, layout, head="lm", micro=2, optimizer=None, seed=0, dtype=
                 trainable=True, tokens=0, **more) -> tuple[MegatronEngine, MegatronLayout]:
     """An engine with the canonical random weights of `seed`, and its layout."""
     engine = MegatronEngine(spec, layout, head=head, trainable=trainable, dtype=dtype, micro_batch_size=micro,
-                            micro_batch_tokens=tokens, optimizer=optimizer if trainable else None, total_steps=10, seed=3,
-                            **more)
+                            micro_batch_tokens=tokens, optimizer=optimizer if trainable else None, total_steps=10,
+                            seed=3, **more)
     where = MegatronLayout(spec, layout, head=head)
     lay_in(where, dist.get_rank(), canonical(where, seed), engine.tensors())
     engine.weights_loaded()

@@ -124,7 +124,7 @@ def config(
     """What the control plane reads of a config. Roles `toy` (first pool) and `other` (last pool)."""
     pools = pools or {"main": 0}
     defaults = {"call_timeout": 60.0, "heartbeat_timeout": 10.0, "collective_timeout": 60.0}
-    role = {"parallel": SimpleNamespace(tp=tp, pp=pp)}
+    role = {"parallel": SimpleNamespace(tp=tp, pp=pp, cp=1)}
     return SimpleNamespace(
         cluster=SimpleNamespace(pools=pools, **{**defaults, **cluster}),
         generation=SimpleNamespace(tp=generation_tp),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Violation, nearest
-from rlhf_megatron.config.schema import Config
+from rlhf_megatron.config.schema import Config, ParallelConfig
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -66,7 +66,7 @@ def models(config: Config, roles: tuple[str, ...]) -> Iterator[Violation]:
             if first:
                 yield Violation(f"{role}.model", f"{folder} {problem}")
             continue
-        for message in _degree_problems(model, settings.parallel.tp, settings.parallel.pp):
+        for message in _degree_problems(model, settings.parallel):
             yield Violation(f"{role}.parallel", f"{message} (model {folder})")
         if first and (limit := _number(model, "max_position_embeddings")):
             prompt, response = config.data.max_prompt_tokens, config.generation.max_response_tokens
@@ -102,7 +102,8 @@ def _number(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _degree_problems(model: dict[str, Any], tp: int, pp: int) -> Iterator[str]:
+def _degree_problems(model: dict[str, Any], parallel: ParallelConfig) -> Iterator[str]:
+    tp, stages = parallel.tp, parallel.pp * parallel.vpp
     heads = _number(model, "num_attention_heads")
     divided = {"num_attention_heads": heads, "num_key_value_heads": _number(model, "num_key_value_heads") or heads,
                "intermediate_size": _number(model, "intermediate_size")}
@@ -112,9 +113,15 @@ def _degree_problems(model: dict[str, Any], tp: int, pp: int) -> Iterator[str]:
             legal = [t for t in range(1, min(sizes) + 1) if not any(s % t for s in sizes)]
             yield f"{name}({size}) is not a multiple of tp({tp}); choose tp from {legal}"
     layers = _number(model, "num_hidden_layers")
-    if layers and layers % pp:
+    if layers and parallel.layers and sum(parallel.layers) != layers:
+        yield (f"parallel.layers {list(parallel.layers)} sum to {sum(parallel.layers)}, but num_hidden_layers is "
+               f"{layers}; change a stage")
+    elif layers and not parallel.layers and layers % stages:
         legal = [p for p in range(1, layers + 1) if not layers % p]
-        yield f"num_hidden_layers({layers}) is not a multiple of pp({pp}); choose pp from {legal}"
+        what = "pp" if parallel.vpp == 1 else "pp x vpp"
+        degrees = f"pp({parallel.pp})" if parallel.vpp == 1 else f"pp({parallel.pp}) x vpp({parallel.vpp}) = {stages}"
+        yield (f"num_hidden_layers({layers}) is not a multiple of {degrees}; choose {what} from {legal}, or give every "
+               "stage's number in parallel.layers")
 
 
 # ---- the reward's code ----

@@ -112,6 +112,7 @@ class _Wrong(Exception):
         self.below = below
 
 
+_PLURAL = {int: "whole numbers", float: "numbers", str: "texts"}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -135,7 +136,7 @@ def _typed(value: Any, hint: Any) -> Any:
         raise _Wrong(f"expected {' or '.join(_WORDS.get(o, 'a list of texts') for o in arguments)}, got {_say(value)}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise _Wrong(f"expected a list of texts, got {_say(value)}")
+            raise _Wrong(f"expected a list of {_PLURAL[arguments[0]]}, got {_say(value)}")
         return tuple(_item(item, arguments[0], str(i)) for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
@@ -165,13 +166,17 @@ def _item(value: Any, hint: Any, name: str) -> Any:
 
 
 def _obey(value: Any, rules: typing.Mapping[str, Any]) -> None:
-    """Raise _Wrong when a value breaks the rules of its field. None (where the type allows it) breaks none."""
-    if isinstance(value, dict):
-        for name, item in value.items():
+    """Raise _Wrong when a value, or an item of it, breaks the rules of its field. None (where the type allows it)
+    breaks none."""
+    if isinstance(value, dict | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
             try:
                 _obey(item, rules)
             except _Wrong as error:
-                raise _Wrong(str(error), (name,)) from None
+                raise _Wrong(str(error), (str(name),)) from None
+            if "choices" in rules and isinstance(value, tuple) and item in value[:name]:
+                raise _Wrong(f"{item!r} is there twice; name it once", (str(name),))
         return
     if value is None:
         return

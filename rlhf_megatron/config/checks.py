@@ -37,6 +37,7 @@ def check(config: Config, ranks: int, gpus: int = 0, ranks_per_node: int | None 
         *_transport(config, ranks),
         *_pools(config, ranks),
         *_batches(config, ranks),
+        *_micro_batches(config),
         *_data(config),
         *_algorithm(config),
         *_trainer(config),
@@ -74,14 +75,24 @@ def pool_sizes(config: Config, ranks: int) -> dict[str, int]:
     return {name: size or left for name, size in pools.items()}
 
 
+def copy_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that together hold one copy of a role: tp x pp x cp."""
+    return parallel.tp * parallel.pp * parallel.cp
+
+
 def data_parallel(size: int, parallel: ParallelConfig) -> int:
-    """Replicas of a role on a pool: size / (tp x pp). ValueError when it does not divide."""
-    tp, pp = parallel.tp, parallel.pp
-    if size % (tp * pp):
+    """Replicas of a role on a pool: size / (tp x pp x cp). ValueError when it does not divide."""
+    share = copy_ranks(parallel)
+    if size % share:
         legal = [n for n in range(1, size + 1) if size % n == 0]
-        raise ValueError(f"tp({tp}) x pp({pp}) does not divide pool size({size}); choose degrees whose product is one "
-                         f"of {legal}, or a multiple of {tp * pp} ranks")
-    return size // (tp * pp)
+        raise ValueError(f"{_degrees(parallel)} does not divide pool size({size}); choose degrees whose product is one "
+                         f"of {legal}, or a multiple of {share} ranks")
+    return size // share
+
+
+def _degrees(parallel: ParallelConfig) -> str:
+    context = f" x cp({parallel.cp})" if parallel.cp > 1 else ""
+    return f"tp({parallel.tp}) x pp({parallel.pp}){context}"
 
 
 def responses_per_step(config: Config) -> int:
@@ -96,7 +107,7 @@ def smallest_job(config: Config) -> int:
     total = 0
     for name, size in config.cluster.pools.items():
         settings = [getattr(config, role) for role in active_roles(config)]
-        copies = [s.parallel.tp * s.parallel.pp for s in settings if s.pool == name]
+        copies = [copy_ranks(s.parallel) for s in settings if s.pool == name]
         total += size or math.lcm(1, *copies)
     return max(total, 1)
 
@@ -115,7 +126,7 @@ def single(config: Config) -> tuple[Config, list[str]]:
     roles = {}
     for role in ROLES:
         settings = getattr(config, role)
-        parallel = put(settings.parallel, f"{role}.parallel", tp=1, pp=1, sp=False)
+        parallel = put(settings.parallel, f"{role}.parallel", tp=1, pp=1, cp=1, sp=False, vpp=1, layers=())
         roles[role] = dataclasses.replace(put(settings, role, pool="main"), parallel=parallel)
     cluster = put(config.cluster, "cluster", transport="inline")
     if tuple(cluster.pools) != ("main",) or cluster.pools["main"] > 1:
@@ -144,9 +155,8 @@ def _transport(config: Config, ranks: int) -> Iterator[Violation]:
                         "start without a launcher")
     for role in active_roles(config):
         parallel = getattr(config, role).parallel
-        if parallel.tp * parallel.pp > 1:
-            yield Violation(f"{role}.parallel", f"tp({parallel.tp}) x pp({parallel.pp}) needs "
-                            f"{parallel.tp * parallel.pp} ranks but cluster.transport=inline is one process; start "
+        if copy_ranks(parallel) > 1:
+            yield Violation(f"{role}.parallel", f"{_degrees(parallel)} needs {copy_ranks(parallel)} ranks but cluster.transport=inline is one process; start "
                             "with --single (all degrees 1), or use torchrun")
 
 
@@ -202,15 +212,38 @@ def _batches(config: Config, ranks: int) -> Iterator[Violation]:
     for role in active_roles(config):
         settings = getattr(config, role)
         size = 1 if config.cluster.transport == "inline" else sizes.get(settings.pool, 0)
-        share = settings.parallel.tp * settings.parallel.pp
+        share = copy_ranks(settings.parallel)
         if role == "reference" or not size or (size % share and size > 1):
             continue  # no updates there, or said by _pools
+        if settings.micro_batch_tokens:
+            continue  # rows as they fit
         dp = 1 if size == 1 else data_parallel(size, settings.parallel)
         unit = dp * settings.micro_batch_size
         if mini % unit:
             yield Violation(said, f"{what} are not a multiple of {role} dp({dp}) x micro_batch_size"
                             f"({settings.micro_batch_size}) = {unit}; choose a multiple of {unit}, or another "
                             f"{role}.micro_batch_size")
+
+
+def _micro_batches(config: Config) -> Iterator[Violation]:
+    longest = config.data.max_prompt_tokens + config.generation.max_response_tokens
+    for role in active_roles(config):
+        settings = getattr(config, role)
+        parallel, limit = settings.parallel, settings.micro_batch_tokens
+        # A sequence is padded so that every context- and sequence-parallel rank holds as much of it.
+        multiple = math.lcm(2 * parallel.cp if parallel.cp > 1 else 1, parallel.cp * (parallel.tp if parallel.sp else 1))
+        needed = -(-longest // multiple) * multiple
+        if limit and limit // multiple * multiple < needed:
+            padded = f", padded to {needed}" if needed != longest else ""
+            yield Violation(f"{role}.micro_batch_tokens", f"{limit} cannot hold the longest row: max_prompt_tokens"
+                            f"({config.data.max_prompt_tokens}) + max_response_tokens"
+                            f"({config.generation.max_response_tokens}) = {longest}{padded}; raise it to {needed} or more")
+        if parallel.vpp > 1 and parallel.pp == 1:
+            yield Violation(f"{role}.parallel.vpp", f"is {parallel.vpp}, but it splits pipeline stages and pp is 1; set "
+                            "vpp to 1, or pp to 2 or more")
+        elif parallel.layers and len(parallel.layers) != parallel.pp * parallel.vpp:
+            yield Violation(f"{role}.parallel.layers", f"names {len(parallel.layers)} stages, but pp({parallel.pp}) x "
+                            f"vpp({parallel.vpp}) = {parallel.pp * parallel.vpp}; give one number of layers for each")
 
 
 def _data(config: Config) -> Iterator[Violation]:

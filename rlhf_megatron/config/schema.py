@@ -32,6 +32,7 @@ class RunConfig:
     folder: str = key("runs")  # the run writes into folder/name
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the models; optimizers keep float32 masters
+    deterministic: bool = key(False)  # only kernels that give the same bits every time; slower on GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,10 @@ class ParallelConfig:
 
     tp: int = key(1, low=1)
     pp: int = key(1, low=1)
+    cp: int = key(1, low=1)  # context parallel: every sequence is cut over that many ranks
     sp: bool = key(False)  # sequence parallel: norms and residuals, too, are split over the tp ranks
+    vpp: int = key(1, low=1)  # virtual stages of each pipeline stage: a shorter bubble, more messages
+    layers: tuple[int, ...] = key(factory=tuple, low=1)  # of every (virtual) stage by depth; empty: equal shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,9 @@ class ReferenceConfig:
 
     model: str | None = key(None)  # HF folder; None: the actor's
     pool: str = key("main")
-    micro_batch_size: int = key(4, low=1)  # responses per forward on one replica
+    micro_batch_size: int = key(4, low=1)  # responses per forward on one replica, if micro_batch_tokens is 0
+    micro_batch_tokens: int = key(0, low=0)  # tokens per forward on one replica, never more; rows as they fit
+    packing: bool = key(False)  # the rows of a micro-batch one behind the other instead of padded
     parallel: ParallelConfig = key(factory=ParallelConfig)
 
 
@@ -102,6 +108,7 @@ class CriticConfig(ReferenceConfig):
 
     optimizer: OptimizerConfig = key(factory=OptimizerConfig)
     recompute: str = key("none", choices=("none", "selective", "full"))  # activations made anew in backward
+    overlap: bool = key(False)  # reduce gradients during backward, gather parameters during forward
 
 
 @dataclass(frozen=True, kw_only=True)

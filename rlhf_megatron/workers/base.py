@@ -115,7 +115,7 @@ class Worker:
         if kind == "train":
             parallel = getattr(config, role).parallel
             try:
-                layout = ParallelLayout.build(pool_size, tp=parallel.tp, pp=parallel.pp, cp=getattr(parallel, "cp", 1))
+                layout = ParallelLayout.build(pool_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
             except ValueError as error:
                 raise ValueError(f"{role}.parallel on a pool of {pool_size} ranks: {error}") from None
             last = layout.pp - 1

@@ -34,7 +34,8 @@ class MegatronWorker(Worker):
         settings = getattr(config, role)
         self.model_dir = model_directory(role, config)
         self.spec = read_spec(self.model_dir)
-        self.parallel = ParallelLayout.build(context.size, settings.parallel.tp, settings.parallel.pp)
+        how = settings.parallel
+        self.parallel = ParallelLayout.build(context.size, how.tp, how.pp, how.cp, how.vpp, how.layers)
         self.layout = MegatronLayout(self.spec, self.parallel, head=self.head, norm_names=norm_names())
         self.engine = MegatronEngine(
             self.spec,
@@ -43,8 +44,12 @@ class MegatronWorker(Worker):
             trainable=self.trainable,
             dtype=config.run.dtype,
             micro_batch_size=settings.micro_batch_size,
-            sequence_parallel=settings.parallel.sp,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            packing=settings.packing,
+            sequence_parallel=how.sp,
             recompute=settings.recompute if self.trainable else "none",
+            overlap=self.trainable and settings.overlap,
+            deterministic=config.run.deterministic,
             optimizer=settings.optimizer if self.trainable else None,
             total_steps=self.optimizer_steps(),
             seed=config.trainer.seed,

@@ -117,7 +117,7 @@ def test_declarations():
 
 
 def roles(tp=1, pp=1, generation_tp=1):
-    return SimpleNamespace(actor=SimpleNamespace(parallel=SimpleNamespace(tp=tp, pp=pp)),
+    return SimpleNamespace(actor=SimpleNamespace(parallel=SimpleNamespace(tp=tp, pp=pp, cp=1)),
                            generation=SimpleNamespace(tp=generation_tp))
 
 
