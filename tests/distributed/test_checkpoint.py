@@ -22,8 +22,8 @@ from rlhf_megatron.mcore.checkpoint import CheckpointRefused, check_files
 from tiny import join, read_out, relative, settings, tiny_spec
 
 
-def _setup(tp, pp, head="lm", dtype="float32", name="adam", tied=False, seed=0):
-    layout = ParallelLayout.build(dist.get_world_size(), tp, pp)
+def _setup(degrees, head="lm", dtype="float32", name="adam", tied=False, seed=0):
+    layout = ParallelLayout.build(dist.get_world_size(), **degrees)
     chosen = settings(name=name, lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2)
     return make_engine(tiny_spec(tied=tied), layout, head, 2, chosen, seed=seed, dtype=dtype)
 
@@ -34,9 +34,9 @@ def _steps(engine, numbers, head):
     return [engine.train_step(my_rows(example_batch(seed=n), engine), loss)["grad_norm"].value for n in numbers]
 
 
-def _save(rank, folder, tp, pp, *more):
+def _save(rank, folder, degrees, *more):
     """Two updates, save, a third update -> weights when saved and after, and the third norm."""
-    engine, where = _setup(tp, pp, *more)
+    engine, where = _setup(degrees, *more)
     head = engine.head
     _steps(engine, (0, 1), head)
     saved = read_out(where, rank, engine.tensors())
@@ -46,9 +46,9 @@ def _save(rank, folder, tp, pp, *more):
     return saved, read_out(where, rank, engine.tensors()), norms
 
 
-def _load(rank, folder, tp, pp, *more):
+def _load(rank, folder, degrees, *more):
     """Other weights first, load, third update -> the same three."""
-    engine, where = _setup(tp, pp, *more, seed=1)
+    engine, where = _setup(degrees, *more, seed=1)
     head = engine.head
     _steps(engine, (5,), head)
     engine.load(folder)
@@ -58,33 +58,38 @@ def _load(rank, folder, tp, pp, *more):
     return loaded, read_out(where, rank, engine.tensors()), norms
 
 
-def _whole(results, tp, pp, head, tied):
-    where = MegatronLayout(tiny_spec(tied=tied), ParallelLayout.build(len(results), tp, pp), head=head)
+def _whole(results, degrees, head, tied):
+    where = MegatronLayout(tiny_spec(tied=tied), ParallelLayout.build(len(results), **degrees), head=head)
     return [join(where, [r[i] for r in results], 1e-5) for i in (0, 1)]
 
 
-ROUTES = [  # (ranks, tp, pp) saved -> loaded, then head, dtype, optimizer, tied
-    ((2, 2, 1), (2, 1, 1), "lm", "float32", "adam", False),
-    ((2, 1, 2), (1, 1, 1), "lm", "float32", "adam", False),
-    ((1, 1, 1), (4, 2, 1), "lm", "float32", "adam", False),
-    ((3, 1, 1), (4, 1, 1), "lm", "float32", "adam", False),
-    ((2, 2, 1), (2, 2, 1), "lm", "float32", "adam", False),
-    ((2, 1, 2), (2, 2, 1), "lm", "float32", "adam", True),
-    ((4, 1, 2), (2, 1, 2), "lm", "float32", "adam", True),
-    ((2, 2, 1), (2, 1, 2), "value", "float32", "adam", False),
-    ((2, 2, 1), (2, 1, 2), "lm", "float32", "sgd", False),
-    ((2, 2, 1), (2, 1, 1), "lm", "bfloat16", "adam", False),
-    ((2, 1, 2), (2, 1, 1), "lm", "bfloat16", "sgd", True),
+ROUTES = [  # (ranks, degrees) saved -> loaded, then head, dtype, optimizer, tied
+    ((2, dict(tp=2)), (2, dict()), "lm", "float32", "adam", False),
+    ((2, dict(pp=2)), (1, dict()), "lm", "float32", "adam", False),
+    ((1, dict()), (4, dict(tp=2)), "lm", "float32", "adam", False),
+    ((3, dict()), (4, dict()), "lm", "float32", "adam", False),
+    ((2, dict(tp=2)), (2, dict(tp=2)), "lm", "float32", "adam", False),
+    ((2, dict(pp=2)), (2, dict(tp=2)), "lm", "float32", "adam", True),
+    ((4, dict(pp=2)), (2, dict(pp=2)), "lm", "float32", "adam", True),
+    ((2, dict(tp=2)), (2, dict(pp=2)), "value", "float32", "adam", False),
+    ((2, dict(tp=2)), (2, dict(pp=2)), "lm", "float32", "sgd", False),
+    ((2, dict(tp=2)), (2, dict()), "lm", "bfloat16", "adam", False),
+    ((2, dict(pp=2)), (2, dict()), "lm", "bfloat16", "sgd", True),
+    ((2, dict(pp=2, vpp=2)), (1, dict()), "lm", "float32", "adam", True),
+    ((2, dict(tp=2)), (4, dict(pp=2, vpp=2)), "lm", "float32", "adam", False),
+    ((2, dict(pp=2, layers=(3, 1))), (2, dict(pp=2, vpp=2)), "value", "float32", "adam", False),
+    ((4, dict(tp=2, cp=2)), (2, dict(pp=2, layers=(1, 3))), "lm", "float32", "adam", True),
+    ((2, dict(pp=2, vpp=2)), (2, dict(pp=2, vpp=2)), "lm", "float32", "adam", True),
 ]
 
 
 @pytest.mark.parametrize(("old", "new", "head", "dtype", "name", "tied"), ROUTES)
 def test_the_next_update_is_the_same_under_any_layout(tmp_path, old, new, head, dtype, name, tied):
     more = (head, dtype, name, tied)
-    written = run_ranks(old[0], _save, str(tmp_path), *old[1:], *more)
-    read = run_ranks(new[0], _load, str(tmp_path), *new[1:], *more)
-    saved, saved_next = _whole(written, *old[1:], head, tied)
-    loaded, loaded_next = _whole(read, *new[1:], head, tied)
+    written = run_ranks(old[0], _save, str(tmp_path), old[1], *more)
+    read = run_ranks(new[0], _load, str(tmp_path), new[1], *more)
+    saved, saved_next = _whole(written, old[1], head, tied)
+    loaded, loaded_next = _whole(read, new[1], head, tied)
     for key, tensor in saved.items():
         assert torch.equal(tensor, loaded[key]), key
     if dtype == "float32":
@@ -96,7 +101,7 @@ def test_the_next_update_is_the_same_under_any_layout(tmp_path, old, new, head, 
 
 
 def _masters(rank, folder, tp, mode):
-    engine, _ = _setup(tp, 1, "lm", "bfloat16", seed=mode == "load")
+    engine, _ = _setup(dict(tp=tp), "lm", "bfloat16", seed=mode == "load")
     if mode == "save":
         _steps(engine, (0, 1), "lm")
         engine.save(folder)
@@ -139,7 +144,7 @@ def _draw():
 
 
 def _streams(rank, folder, mode):
-    engine, _ = _setup(2, 1)
+    engine, _ = _setup(dict(tp=2))
     random.seed(100 * rank + (mode == "load"))
     numpy.random.seed(100 * rank + (mode == "load"))
     torch.manual_seed(100 * rank + (mode == "load"))
@@ -178,7 +183,7 @@ class Marker:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(2, _save, str(folder), 2, 1)
+    run_ranks(2, _save, str(folder), dict(tp=2))
     return folder
 
 
@@ -248,7 +253,7 @@ def test_another_model_or_optimizer_is_refused_before_a_weight_changes(saved):
 
 
 def _fails_to_write(rank, folder):
-    engine, _ = _setup(2, 1)
+    engine, _ = _setup(dict(tp=2))
     if rank == 1:  # a full disk, seen by one rank only
         def full(*_):
             raise OSError(28, "No space left on device")
@@ -266,5 +271,5 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path):
 def test_a_directory_with_a_checkpoint_is_not_overwritten(saved):
     before = json.loads((saved / "engine.json").read_text())
     with pytest.raises(RanksFailed, match="not empty"):
-        run_ranks(1, _save, str(saved), 1, 1)
+        run_ranks(1, _save, str(saved), dict())
     assert json.loads((saved / "engine.json").read_text()) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from model_cases import canonical_weights, config, empty_like, scatter, spec, write_hf
 from ranks import RanksFailed, run_ranks
 from rlhf_megatron.layouts import HFLayout, MegatronLayout, ParallelLayout, make_plan
+from rlhf_megatron.mcore.engine import MegatronEngine
 from rlhf_megatron.reshard import ReshardError, Staging, compare, load_hf, save_hf
 from rlhf_megatron.reshard import execute as execute_module
 from rlhf_megatron.reshard import files as files_module
@@ -39,7 +41,8 @@ def _twice(rank, family, tied, degrees, dtype, round_bytes, alone):
     return figures.received, figures.sent, figures.copied, plan.bytes_moved
 
 
-@pytest.mark.parametrize("degrees", [dict(tp=2, pp=2), dict(tp=2, dp=2), dict(pp=4)])
+@pytest.mark.parametrize("degrees", [dict(tp=2, pp=2), dict(tp=2, dp=2), dict(pp=4), dict(pp=2, vpp=2, cp=2),
+                                     dict(tp=2, pp=2, layers=(3, 1))])
 @pytest.mark.parametrize("family, tied, dtype, round_bytes, alone", [
     ("llama", True, torch.float32, 1 << 20, 1 << 20),  # one round, everything packed
     ("qwen3", False, torch.bfloat16, 3000, 256),        # many rounds, conversion, large pieces alone
@@ -111,8 +114,8 @@ def test_a_fault_of_one_rank_is_refused_by_all_before_anything_is_sent(fault, at
     assert at_fault in said[1] and elsewhere in said[0]
 
 
-def _load_and_export(rank, directory, out, degrees):
-    model = spec(vocab_size=11, tie_word_embeddings=degrees.get("pp") == 4)
+def _load_and_export(rank, directory, out, degrees, tied):
+    model = spec(vocab_size=11, tie_word_embeddings=tied)
     layout = MegatronLayout(model, ParallelLayout(**degrees))
     tensors = empty_like(layout, rank)
     assert load_hf(directory, layout, rank, tensors) == []
@@ -121,17 +124,59 @@ def _load_and_export(rank, directory, out, degrees):
     return os.path.exists(os.path.join(out, "config.json"))  # there for every rank when save_hf returns
 
 
-@pytest.mark.parametrize("degrees", [dict(tp=2, pp=2), dict(tp=4), dict(pp=4)])
-def test_files_to_megatron_to_files_is_bit_equal(tmp_path, degrees):
-    tied = degrees.get("pp") == 4
+def written(directory):
+    tensors = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return tensors
+
+
+@pytest.mark.parametrize("degrees, tied", [(dict(tp=2, pp=2), False), (dict(tp=4), False), (dict(pp=4), True),
+                                           (dict(tp=2, pp=2, vpp=2), True)])
+def test_files_to_megatron_to_files_is_bit_equal(tmp_path, degrees, tied):
     weights = canonical_weights(spec(vocab_size=11, tie_word_embeddings=tied))
     directory = write_hf(tmp_path / "hf", config(vocab_size=11, tie_word_embeddings=tied), weights)
-    assert run_ranks(4, _load_and_export, directory, tmp_path / "out", degrees) == [True] * 4
-    written = {}
-    for file in sorted((tmp_path / "out").glob("*.safetensors")):
-        written.update(load_file(file))
-    assert written.keys() == weights.keys()
-    assert all(torch.equal(written[name], weights[name]) for name in weights)
+    assert run_ranks(4, _load_and_export, directory, tmp_path / "out", degrees, tied) == [True] * 4
+    assert written(tmp_path / "out").keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in written(tmp_path / "out").items())
+
+
+# ---- tied embeddings over any number of stages ----
+
+SMALL = dict(hidden_size=8, vocab_size=10, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16)
+
+
+def _import_and_export(rank, directory, out, degrees, tied):
+    """Into the real model and out again -> what it holds beside its layers."""
+    engine = MegatronEngine(spec(**SMALL, tie_word_embeddings=tied), ParallelLayout(**degrees), trainable=False)
+    layout = MegatronLayout(engine.spec, engine.layout)
+    load_hf(directory, layout, rank, engine.tensors())
+    held = {name: tensor.clone() for name, tensor in engine.tensors().items() if "layers" not in name}
+    save_hf(out, layout, rank, engine.tensors(), source_dir=directory)
+    return held
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("degrees", [dict(), dict(pp=2), dict(pp=3, layers=(1, 2, 1)), dict(pp=4), dict(pp=2, vpp=2)])
+def test_embeddings_of_first_and_last_stage_are_the_file_s(tmp_path, degrees, tied):
+    """NVIDIA-NeMo/Megatron-Bridge#954: with tied embeddings and more than two stages the import broke."""
+    weights = canonical_weights(spec(**SMALL, tie_word_embeddings=tied))
+    assert ("lm_head.weight" in weights) is not tied
+    directory = write_hf(tmp_path / "hf", config(**SMALL, tie_word_embeddings=tied), weights)
+    held = run_ranks(degrees.get("pp", 1), _import_and_export, directory, tmp_path / "out", degrees, tied, timeout=50)
+    matrices = [{name: tensor for name, tensor in stage.items() if tensor.dim() == 2} for stage in held]
+    assert all(not stage for stage in matrices[1:-1]), "a middle stage holds an embedding"
+    (embedding,) = (t for name, t in matrices[0].items() if name.endswith("embedding.word_embeddings.weight"))
+    assert torch.equal(embedding, weights["model.embed_tokens.weight"])
+    outputs = [t for name, t in matrices[-1].items() if name.endswith("output_layer.weight")]
+    assert len(outputs) == (0 if tied and not degrees else 1)
+    for output in outputs:
+        assert torch.equal(output, weights["model.embed_tokens.weight" if tied else "lm_head.weight"])
+    exported = written(tmp_path / "out")
+    assert exported.keys() == weights.keys()  # no invented lm_head.weight
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is tied
 
 
 def _export_onto_a_full_disk(rank, out):

@@ -19,7 +19,8 @@ from rlhf_megatron.layouts import (
     padded_vocab,
 )
 
-COMBINATIONS = [(1, 1, 1), (2, 1, 2), (1, 4, 1), (2, 2, 1), (4, 2, 1), (2, 1, 1)]
+COMBINATIONS = [dict(), dict(tp=2, dp=2), dict(pp=4), dict(tp=2, pp=2), dict(tp=4, pp=2), dict(tp=2),
+                dict(pp=2, vpp=2), dict(tp=2, pp=2, layers=(3, 1)), dict(pp=3, cp=2, layers=(1, 2, 1))]
 
 
 def test_coordinates_and_rank_of_are_inverse():
@@ -60,6 +61,31 @@ def test_layout_errors_say_the_equation_and_the_remedy():
     assert ParallelLayout(tp=4, pp=2).validate(spec()) == []
     with pytest.raises(ValueError, match=r"num_kv_heads\(4\) is not a multiple of tp\(8\)"):
         MegatronLayout(spec(), ParallelLayout(tp=8))
+
+
+def test_virtual_and_uneven_stages():
+    virtual = ParallelLayout(pp=2, vpp=2)
+    assert [[list(virtual.stage_layers(8, stage, chunk)) for chunk in (0, 1)] for stage in (0, 1)] == [
+        [[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    uneven = ParallelLayout(pp=2, vpp=2, layers=(1, 3, 2, 1))  # by depth: stage 0, stage 1, stage 0, stage 1
+    assert [[list(uneven.stage_layers(7, stage, chunk)) for chunk in (0, 1)] for stage in (0, 1)] == [
+        [[0], [4, 5]], [[1, 2, 3], [6]]]
+    held = MegatronLayout(spec(), ParallelLayout(pp=2, vpp=2)).local_shapes(1)
+    assert "model1.output_layer.weight" in held and "model0.decoder.layers.0.mlp.linear_fc1.weight" in held
+    assert not any("embedding" in name or name.startswith("decoder") for name in held)
+
+
+@pytest.mark.parametrize(("degrees", "said"), [
+    (dict(pp=2, layers=(3, 2)), r"layers \[3, 2\] sum to 5, but the model has num_layers\(4\)"),
+    (dict(pp=2, vpp=3), r"num_layers\(4\) is not a multiple of pp\(2\) x vpp\(3\) = 6; legal pp x vpp .* \[1, 2, 4\]"),
+    (dict(pp=2, vpp=2, layers=(2, 2)), r"names 2 stages, but pp\(2\) x vpp\(2\) = 4"),
+    (dict(pp=2, layers=(4, 0)), "every stage needs at least one layer"),
+    (dict(vpp=2), r"vpp\(2\) splits pipeline stages, but pp is 1"),
+    (dict(pp=2, vpp=0), "vpp=0: a parallel degree must be an integer of at least 1"),
+])
+def test_stages_that_do_not_add_up_are_refused_with_both_numbers(degrees, said):
+    with pytest.raises(ValueError, match=said):
+        MegatronLayout(spec(), ParallelLayout(**degrees))
 
 
 def test_stage_layers_and_padded_vocab():
@@ -122,9 +148,9 @@ def test_hf_config_round_trip_keeps_foreign_keys():
 def test_every_layout_is_sound_and_holds_every_canonical_element(family, tied, head):
     model = spec(family, tie_word_embeddings=tied)
     sizes = HFLayout(model, 1, head).canonical_shapes()
-    for tp, pp, dp in COMBINATIONS:
+    for degrees in COMBINATIONS:
         for norm_names in ("local", "te"):
-            layout = MegatronLayout(model, ParallelLayout(tp=tp, pp=pp, dp=dp), head, norm_names)
+            layout = MegatronLayout(model, ParallelLayout(**degrees), head, norm_names)
             seen = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in sizes.items()}
             for rank in layout.parallel.groups("tp", "pp")[0]:
                 assert layout.check(rank) == []
