@@ -24,6 +24,11 @@ MIXED = {
     "actor tp2pp2, critic pp2dp2, reference dp4": (4, [
         "critic.parallel.tp=1", "reference.parallel.tp=1", "reference.parallel.pp=1", "reference.micro_batch_size=4",
     ]),
+    "actor pp2vpp2cp2 packed by tokens, critic tp2cp2 packed, reference uneven pp2": (4, [
+        "actor.parallel={tp: 1, pp: 2, vpp: 2, cp: 2}", "actor.packing=true", "actor.micro_batch_tokens=64",
+        "critic.parallel={tp: 2, pp: 1, cp: 2}", "critic.packing=true", "critic.overlap=true",
+        "reference.parallel={tp: 1, pp: 2, layers: [3, 1]}", "reference.micro_batch_tokens=64",
+    ]),
     "actor tp2 on two ranks, critic and reference on a third": (3, [
         "cluster.pools={a: 2, b: 1}", "actor.pool=a", "critic.pool=b", "reference.pool=b", "{all}.pp=1",
         "critic.parallel.tp=1", "reference.parallel.tp=1",
