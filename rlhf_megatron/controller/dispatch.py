@@ -1,22 +1,22 @@
 """Which rows go to which replica, and how the results become one again. Pure functions.
 
-Rows are balanced by tokens, and replicas get equal numbers of rows within one. With fewer rows than replicas the idle
-replicas get a padding row each (a copy of the shortest row whose `response_mask` is False everywhere), because every
-rank must take part in the method's collectives; what they return is dropped.
+Rows are balanced by what they cost, a polynomial of their tokens, and replicas get equal numbers of rows within one.
+With fewer rows than replicas the idle replicas get a padding row each (a copy of the shortest row whose `response_mask`
+is False everywhere), because every rank must take part in the method's collectives; what they return is dropped.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rlhf_megatron.data.balance import balance
 from rlhf_megatron.data.proto import DataProto, Ragged
 from rlhf_megatron.observe import metrics
-from rlhf_megatron.workers.base import MethodSpec
+from rlhf_megatron.workers.base import TOKENS, MethodSpec
 
 
 @dataclass(frozen=True)
@@ -35,39 +35,19 @@ def token_counts(batch: DataProto) -> list[int]:
     return torch.stack([lengths.to("cpu", torch.int64) for lengths in known]).sum(0).tolist()
 
 
-def assign(costs: Sequence[int], replicas: int) -> list[list[int]]:
-    """Rows of each replica: costs balanced, numbers of rows equal within one, rows of a replica in batch order.
-
-    Longest first, each to the lightest replica that may still take a row (Graham 1969, with a limit on the count).
-    Depends on nothing but its arguments.
-    """
-    if replicas < 1:
-        raise ValueError(f"replicas={replicas}: must be at least 1")
-    share, extra = divmod(len(costs), replicas)
-    rows: list[list[int]] = [[] for _ in range(replicas)]
-    lightest = [(0, replica) for replica in range(replicas)]
-    for row in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        while True:
-            load, replica = heapq.heappop(lightest)
-            if len(rows[replica]) < share or extra > 0:
-                break  # a replica that is full and finds no extra row left is not put back
-        if len(rows[replica]) == share:
-            extra -= 1
-        rows[replica].append(row)
-        if len(rows[replica]) <= share:
-            heapq.heappush(lightest, (load + costs[row], replica))
-    return [sorted(part) for part in rows]
-
-
-def split(batch: DataProto, replicas: int) -> Split:
+def split(batch: DataProto, replicas: int, row_cost: tuple[float, float] = TOKENS) -> Split:
     """Cut a batch into one part per replica.
+
+    Args:
+        row_cost: (linear, quadratic): a row of L tokens costs linear * L + quadratic * L^2, in any unit.
 
     Raises:
         ValueError: the batch has no rows.
     """
     if len(batch) == 0:
         raise ValueError("a batch of 0 rows cannot be split over replicas; check what the loop selected")
-    rows = assign(token_counts(batch), replicas)
+    linear, quadratic = row_cost
+    rows = balance([linear * tokens + quadratic * tokens**2 for tokens in token_counts(batch)], replicas)
     padding = padding_row(batch) if not all(rows) else batch
     parts = tuple(batch.reorder(part) if part else padding for part in rows)
     return Split(parts, tuple(tuple(part) for part in rows))

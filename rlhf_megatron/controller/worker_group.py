@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rlhf_megatron.controller import dispatch
 from rlhf_megatron.controller.pools import ResourcePool
 from rlhf_megatron.data.proto import DataProto
-from rlhf_megatron.workers.base import Replica, Worker, methods_of
+from rlhf_megatron.workers.base import TOKENS, Replica, Worker, methods_of
 
 
 class Pending(Protocol):
@@ -69,6 +69,8 @@ class WorkerGroup:
             raise ValueError(f"{worker_cls.__qualname__}.{taken[0]}: WorkerGroup has that name; rename the method")
         kinds = {spec.split for spec in self._methods.values() if spec.split is not None}
         self._replicas = {kind: _replicas(role, worker_cls, config, pool, kind) for kind in kinds}
+        # How long responses will be is not known before "generate": its rows cost their prompts' tokens.
+        self._row_costs = {kind: TOKENS if kind == "generate" else worker_cls.row_cost(role, config) for kind in kinds}
 
     def methods(self) -> list[str]:
         """Names of the methods that can be called."""
@@ -103,7 +105,7 @@ class WorkerGroup:
         batch.require(spec.reads, stage)
         fields = list(dict.fromkeys([*spec.reads, *(name for name in spec.optional if name in batch)]))
         replicas = self._replicas[spec.split]
-        split = dispatch.split(batch.select(fields), len(replicas))
+        split = dispatch.split(batch.select(fields), len(replicas), self._row_costs[spec.split])
         rows = {replica.entry: part for replica, part in zip(replicas, split.parts, strict=True)}
         outputs = tuple(replica.output for replica in replicas)
         pending = self._transport.call(self.pool, self.role, method, kwargs, rows, outputs)

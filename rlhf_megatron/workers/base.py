@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_megatron.layouts.spec import ParallelLayout
 
 KINDS = ("train", "generate")
+TOKENS = (1.0, 0.0)  # a row costs its tokens
 _MARK = "__rlhf_method__"
 
 
@@ -132,6 +133,13 @@ class Worker:
             groups = [tuple(range(first, first + tp)) for first in range(0, pool_size, tp)]
             return [Replica(ranks, entry=ranks[0], output=ranks[0]) for ranks in groups]
         raise ValueError(f"replicas of kind {kind!r}: must be one of {KINDS}")
+
+    @classmethod
+    def row_cost(cls, role: str, config: Any) -> tuple[float, float]:
+        """(linear, quadratic): what a row of L tokens costs in a method that splits over "train" replicas is
+        linear * L + quadratic * L^2, in any unit. Like `replicas`, it needs nothing but the config and its files.
+        """
+        return TOKENS
 
     def replica(self, kind: str) -> Replica:
         """The replica that this rank belongs to."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlhf_megatron.layouts.flops import forward_flops
 from rlhf_megatron.layouts.hf import read_spec
 from rlhf_megatron.layouts.mcore import MegatronLayout
 from rlhf_megatron.layouts.spec import ParallelLayout
@@ -18,6 +21,12 @@ from rlhf_megatron.workers.base import RankContext, Worker, method
 def model_directory(role: str, config: Any) -> str:
     """The HF directory that a role starts from; a role without its own `model` starts from the actor's."""
     return getattr(config, role).model or config.actor.model
+
+
+@cache
+def _row_cost(model_dir: Path, head: str) -> tuple[float, float]:
+    flops = forward_flops(read_spec(model_dir), head)
+    return float(flops.per_token), float(flops.per_token_squared)
 
 
 class MegatronWorker(Worker):
@@ -57,6 +66,14 @@ class MegatronWorker(Worker):
         with torch.no_grad():
             files.load_hf(self.model_dir, self.layout, context.rank, self.engine.tensors())
         self.engine.weights_loaded()
+
+    @classmethod
+    def row_cost(cls, role: str, config: Any) -> tuple[float, float]:
+        """Operations of a forward through the layers, by the model's shape; a backward multiplies all rows' alike.
+
+        The head is left out: how many positions it scores is not known from a row's length alone.
+        """
+        return _row_cost(Path(model_directory(role, config)).resolve(), cls.head)
 
     def optimizer_steps(self) -> int:
         """Optimizer updates of the whole run: what a decaying learning-rate schedule is stretched over."""

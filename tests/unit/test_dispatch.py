@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -10,9 +11,12 @@ import torch
 
 from rlhf_megatron.controller import dispatch
 from rlhf_megatron.controller.pools import LaunchError, parse_pools
+from rlhf_megatron.controller.worker_group import WorkerGroup
 from rlhf_megatron.data.proto import DataProto, Ragged
 from rlhf_megatron.observe.metrics import Max, Mean
+from rlhf_megatron.workers.actor import ActorWorker
 from rlhf_megatron.workers.base import MethodSpec, RankContext, Worker, method, methods_of
+from rlhf_megatron.workers.critic import CriticWorker
 
 
 def batch(lengths, **fields):
@@ -26,20 +30,76 @@ SPEC = MethodSpec("m", returns=("out", "id"), split="train")
 
 def test_counts_are_equal_within_one_and_tokens_are_balanced():
     rng = random.Random(0)
-    for _ in range(200):
-        costs = [rng.randint(1, 1000) for _ in range(rng.randint(1, 60))]
+    for _ in range(50):
+        lengths = [rng.randint(1, 100) for _ in range(rng.randint(1, 60))]
         replicas = rng.randint(1, 9)
-        rows = dispatch.assign(costs, replicas)
-        assert sorted(i for part in rows for i in part) == list(range(len(costs)))
+        rows = dispatch.split(batch(lengths), replicas).rows
+        assert sorted(i for part in rows for i in part) == list(range(len(lengths)))
         assert max(map(len, rows)) - min(map(len, rows)) <= 1
-        assert all(part == sorted(part) for part in rows)
-        loads = [sum(costs[i] for i in part) for part in rows]
-        # a row count within one and longest first: no replica is above the mean by more than the largest row
-        assert max(loads) <= sum(costs) / replicas + max(costs)
-    assert dispatch.assign([8, 7, 2, 1], 2) == [[0, 3], [1, 2]]  # 9 and 9; cut in order it would be 15 and 3
-    assert dispatch.assign([5, 5, 5], 2) == dispatch.assign([5, 5, 5], 2)
+        assert all(part == tuple(sorted(part)) for part in rows)
+        # no replica is above the mean by more than the largest row
+        assert max(sum(lengths[i] for i in part) for part in rows) <= sum(lengths) / replicas + max(lengths)
+    # 9 and 9; cut in order it would be 15 and 3
+    assert dispatch.split(batch([8, 7, 2, 1]), 2).rows == ((0, 3), (1, 2))
     with pytest.raises(ValueError, match="at least 1"):
-        dispatch.assign([1], 0)
+        dispatch.split(batch([1]), 0)
+
+
+def test_rows_cost_what_the_role_says():
+    lengths = [9, 7, 6, 6, 5, 3]
+    assert dispatch.split(batch(lengths), 2).rows == ((0, 3, 5), (1, 2, 4))  # 18 and 18 tokens; squares 126 and 110
+    assert dispatch.split(batch(lengths), 2, (0.0, 1.0)).rows == ((0, 4, 5), (1, 2, 3))  # 17 and 19; 115 and 121
+    assert dispatch.split(batch(lengths), 2, (1e6, 1.0)).rows == ((0, 3, 5), (1, 2, 4))  # the linear part is larger
+
+
+class Costly(Worker):
+    """Two kinds of methods; its long rows are dear."""
+
+    asked = 0
+
+    @classmethod
+    def row_cost(cls, role, config):
+        cls.asked += 1
+        return (0.0, 1.0)
+
+    @method(reads=("prompts",), split="train")
+    def train(self, batch):
+        return None
+
+    @method(reads=("prompts",), split="generate")
+    def generate(self, batch):
+        return None
+
+
+def test_a_worker_group_asks_once_and_generation_is_balanced_by_tokens():
+    sent = []
+
+    def call(pool, role, method, kwargs, rows, wanted):
+        sent.append([rows[rank]["prompts"].lengths.tolist() for rank in (0, 1)])
+        return SimpleNamespace(wait=lambda: dict.fromkeys(wanted))
+
+    pool = parse_pools({"main": 2}, 2)["main"]
+    group = WorkerGroup("actor", Costly, roles(), pool, SimpleNamespace(call=call))
+    for name in ("train", "generate", "train"):
+        getattr(group, name)(batch([9, 7, 6, 6, 5, 3]))
+    dear, tokens = [[9, 5, 3], [7, 6, 6]], [[9, 6, 3], [7, 6, 5]]
+    assert sent == [dear, tokens, dear] and Costly.asked == 1
+    assert Worker.row_cost("actor", roles()) == (1.0, 0.0)
+
+
+def test_the_cost_of_a_row_follows_the_shape_of_the_roles_model(tmp_path):
+    shape = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 20, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3, "vocab_size": 50,
+             "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    for name, layers in (("a", 2), ("b", 4)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": layers}))
+    config = SimpleNamespace(actor=SimpleNamespace(model=str(tmp_path / "a")), critic=SimpleNamespace(model=None))
+    assert ActorWorker.row_cost("actor", config) == CriticWorker.row_cost("critic", config) == (3072.0, 48.0)
+    config.critic.model = str(tmp_path / "b")
+    assert CriticWorker.row_cost("critic", config) == (6144.0, 96.0)
+    (tmp_path / "b" / "config.json").unlink()
+    assert CriticWorker.row_cost("critic", config) == (6144.0, 96.0), "the file was read again"
 
 
 def test_prompt_and_response_tokens_count():
