@@ -165,13 +165,17 @@ def _item(value: Any, hint: Any, name: str) -> Any:
 
 
 def _obey(value: Any, rules: typing.Mapping[str, Any]) -> None:
-    """Raise _Wrong when a value breaks the rules of its field. None (where the type allows it) breaks none."""
-    if isinstance(value, dict):
-        for name, item in value.items():
+    """Raise _Wrong when a value, or an item of it, breaks the rules of its field. None (where the type allows it)
+    breaks none."""
+    if isinstance(value, dict | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
             try:
                 _obey(item, rules)
             except _Wrong as error:
-                raise _Wrong(str(error), (name,)) from None
+                raise _Wrong(str(error), (str(name),)) from None
+            if "choices" in rules and isinstance(value, tuple) and item in value[:name]:
+                raise _Wrong(f"{item!r} is there twice; name it once", (str(name),))
         return
     if value is None:
         return

@@ -39,6 +39,7 @@ def check(config: Config, ranks: int, gpus: int = 0, ranks_per_node: int | None 
         *_batches(config, ranks),
         *_data(config),
         *_algorithm(config),
+        *_memory(config),
         *_trainer(config),
         *artefacts.data_files(config),
         *artefacts.models(config, active_roles(config)),
@@ -241,6 +242,13 @@ def _algorithm(config: Config) -> Iterator[Violation]:
     if generation.engine == "embedded" and generation.tp != 1:
         yield Violation("generation.tp", f"is {generation.tp}, but engine=embedded holds a whole copy on every rank; "
                         "set it to 1")
+
+
+def _memory(config: Config) -> Iterator[Violation]:
+    idle = [part for part in config.reference.offload if part != "parameters"]
+    if idle:
+        yield Violation("reference.offload", f"holds {', '.join(idle)}, but the reference is never updated: it has "
+                        "parameters and nothing else; write [parameters], or [] to keep them on the device")
 
 
 def _trainer(config: Config) -> Iterator[Violation]:

@@ -94,6 +94,8 @@ class ReferenceConfig:
     pool: str = key("main")
     micro_batch_size: int = key(4, low=1)  # responses per forward on one replica
     parallel: ParallelConfig = key(factory=ParallelConfig)
+    # kept in host memory while another phase or role computes; gradients and optimizer: of trained roles only
+    offload: tuple[str, ...] = key(factory=tuple, choices=("parameters", "gradients", "optimizer"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from rlhf_megatron.mcore import optimizer as optimizers  # noqa: E402
 from rlhf_megatron.mcore.batching import Batcher, MicroBatch  # noqa: E402
 from rlhf_megatron.mcore.logprobs import vocab_parallel_log_probs  # noqa: E402
 from rlhf_megatron.mcore.model import build_model  # noqa: E402
+from rlhf_megatron.mcore.offload import Storages, needs  # noqa: E402
 from rlhf_megatron.observe.metrics import Mean, Metric, Sum, merge  # noqa: E402
 
 HEADS = ("lm", "value")
@@ -100,13 +101,16 @@ class MegatronEngine:
         self.is_output = self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
         with self._entered():
             self._build(trainable)
+        self.storages = Storages(self)
 
     # ---- weights ----
 
+    @needs("parameters")
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters under their MegatronLayout names: the storage that is trained, not copies."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
+    @needs("parameters", "optimizer")
     def weights_loaded(self) -> None:
         """Call after writing into `tensors()`: the fp32 master weights are set from the model's."""
         if self.optimizer is not None:
@@ -121,6 +125,7 @@ class MegatronEngine:
 
     # ---- scoring ----
 
+    @needs("parameters")
     def forward(self, batch: DataProto, temperature: float = 1.0, entropy: bool = False) -> DataProto | None:
         """Score this replica's rows without learning.
 
@@ -143,6 +148,7 @@ class MegatronEngine:
 
     # ---- learning ----
 
+    @needs("parameters", "gradients", "optimizer")
     def train_step(
         self, batch: DataProto, loss: Loss, temperature: float = 1.0, entropy: bool = False
     ) -> dict[str, Metric]:
@@ -175,13 +181,32 @@ class MegatronEngine:
 
     # ---- checkpoints ----
 
+    @needs("parameters", "optimizer")
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, counters and random streams. Collective over the pool."""
         checkpoint.save(self, directory)
 
+    @needs("parameters", "optimizer")
     def load(self, directory: str | Path) -> None:
         """Load what `save` wrote, also under another parallel layout. Collective over the pool."""
         checkpoint.load(self, directory)
+
+    # ---- memory ----
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes on the device now, by part: parameters, gradients, optimizer."""
+        return self.storages.resident_bytes()
+
+    def offload(self, *parts: str) -> None:
+        """Free the device memory of these parts; every method brings back what it needs. Not collective.
+
+        What `tensors()` gave before must not be touched until `reload("parameters")`, and is valid again after it.
+        """
+        self.storages.offload(*parts)
+
+    def reload(self, *parts: str) -> None:
+        """Bring these parts back into the storages that they had. Not collective."""
+        self.storages.reload(*parts)
 
     # ---- inside ----
 

@@ -116,6 +116,7 @@ def test_pools(make: Make) -> None:
     (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr: 1 is above lr(1e-06)"),
     (["trainer.critic_warmup_steps=1"], "has no critic"),
     (["algorithm.name=ppo", "trainer.critic_warmup_steps=2"], "2 of trainer.steps(2) leave no step for the actor"),
+    (["reference.offload=[parameters, gradients]"], "reference.offload: holds gradients, but the reference is never"),
     (["trainer.save_hf=save"], "trainer.save_every=0 writes none"),
     (["actor.parallel.sp=true", "actor.parallel.tp=1"], "actor.parallel.sp: splits sequences over the tp ranks, but"),
     (["generation.stop=['']"], "generation.stop: holds an empty text"),
