@@ -3,7 +3,9 @@
 A tensor is a view of a storage. Freed and allocated again under the same storage object, every view and alias of it
 stays valid: DDP's flat buffers, master weights that are slices of them, a generation engine that shares weights. New
 data for a tensor (`parameter.data = ...`) would break each of these silently. While a storage is away its views must
-not be read or written, and torch does not check that; the engine's methods bring back what they need (`needs`).
+not be read or written: they point to address 0, so on CPU the process dies and on a GPU the kernel fails; the engine's
+methods bring back what they need (`needs`). A storage may come back at another address: what recorded addresses, such
+as a CUDA graph, has to be recorded anew.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A phase is one call of a declared method. All roles of a rank share one `Residency`: what one of them does not need is
 room for another. Nothing moves between two calls that need the same, such as the updates of one role's mini-batches.
+Where a critic and an actor on the same ranks take turns, mini-batch by mini-batch, each turn moves what is offloaded of
+both: larger mini-batches, or a pool for each, save that.
 """
 
 from __future__ import annotations
