@@ -74,6 +74,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def host_buffer(size: int) -> torch.Tensor:
+    """`size` uninitialised bytes in host memory: pinned where there is a GPU, so that copies run at full speed."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_cuda())
+
+
+def release_memory() -> None:
+    """Give back what torch keeps of freed memory, so that another allocator on the device, such as a generation
+    engine's own, can have it (nothing is kept on CPU)."""
+    if is_cuda():
+        torch.cuda.empty_cache()
+
+
 def memory_peak_mb() -> float:
     """Peak memory in MiB since `reset_memory_peak`: allocated by torch on a GPU, resident set of the process on CPU."""
     if is_cuda():

@@ -40,6 +40,7 @@ def check(config: Config, ranks: int, gpus: int = 0, ranks_per_node: int | None 
         *_micro_batches(config),
         *_data(config),
         *_algorithm(config),
+        *_memory(config),
         *_trainer(config),
         *artefacts.data_files(config),
         *artefacts.models(config, active_roles(config)),
@@ -156,7 +157,8 @@ def _transport(config: Config, ranks: int) -> Iterator[Violation]:
     for role in active_roles(config):
         parallel = getattr(config, role).parallel
         if copy_ranks(parallel) > 1:
-            yield Violation(f"{role}.parallel", f"{_degrees(parallel)} needs {copy_ranks(parallel)} ranks but cluster.transport=inline is one process; start "
+            yield Violation(f"{role}.parallel", f"{_degrees(parallel)} needs {copy_ranks(parallel)} ranks but "
+                            "cluster.transport=inline is one process; start "
                             "with --single (all degrees 1), or use torchrun")
 
 
@@ -231,16 +233,17 @@ def _micro_batches(config: Config) -> Iterator[Violation]:
         settings = getattr(config, role)
         parallel, limit = settings.parallel, settings.micro_batch_tokens
         # A sequence is padded so that every context- and sequence-parallel rank holds as much of it.
-        multiple = math.lcm(2 * parallel.cp if parallel.cp > 1 else 1, parallel.cp * (parallel.tp if parallel.sp else 1))
+        context = 2 * parallel.cp if parallel.cp > 1 else 1
+        multiple = math.lcm(context, parallel.cp * (parallel.tp if parallel.sp else 1))
         needed = -(-longest // multiple) * multiple
         if limit and limit // multiple * multiple < needed:
             padded = f", padded to {needed}" if needed != longest else ""
             yield Violation(f"{role}.micro_batch_tokens", f"{limit} cannot hold the longest row: max_prompt_tokens"
                             f"({config.data.max_prompt_tokens}) + max_response_tokens"
-                            f"({config.generation.max_response_tokens}) = {longest}{padded}; raise it to {needed} or more")
+                            f"({config.generation.max_response_tokens}) = {longest}{padded}; set {needed} or more")
         if parallel.vpp > 1 and parallel.pp == 1:
-            yield Violation(f"{role}.parallel.vpp", f"is {parallel.vpp}, but it splits pipeline stages and pp is 1; set "
-                            "vpp to 1, or pp to 2 or more")
+            yield Violation(f"{role}.parallel.vpp", f"is {parallel.vpp}, but it splits pipeline stages and pp is 1; "
+                            "set vpp to 1, or pp to 2 or more")
         elif parallel.layers and len(parallel.layers) != parallel.pp * parallel.vpp:
             yield Violation(f"{role}.parallel.layers", f"names {len(parallel.layers)} stages, but pp({parallel.pp}) x "
                             f"vpp({parallel.vpp}) = {parallel.pp * parallel.vpp}; give one number of layers for each")
@@ -274,6 +277,13 @@ def _algorithm(config: Config) -> Iterator[Violation]:
     if generation.engine == "embedded" and generation.tp != 1:
         yield Violation("generation.tp", f"is {generation.tp}, but engine=embedded holds a whole copy on every rank; "
                         "set it to 1")
+
+
+def _memory(config: Config) -> Iterator[Violation]:
+    idle = [part for part in config.reference.offload if part != "parameters"]
+    if idle:
+        yield Violation("reference.offload", f"holds {', '.join(idle)}, but the reference is never updated: it has "
+                        "parameters and nothing else; write [parameters], or [] to keep them on the device")
 
 
 def _trainer(config: Config) -> Iterator[Violation]:

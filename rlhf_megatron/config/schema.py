@@ -100,6 +100,8 @@ class ReferenceConfig:
     micro_batch_tokens: int = key(0, low=0)  # tokens per forward on one replica, never more; rows as they fit
     packing: bool = key(False)  # the rows of a micro-batch one behind the other instead of padded
     parallel: ParallelConfig = key(factory=ParallelConfig)
+    # kept in host memory while another phase or role computes; gradients and optimizer: of trained roles only
+    offload: tuple[str, ...] = key(factory=tuple, choices=("parameters", "gradients", "optimizer"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,9 +45,11 @@ class Workers:
         worker = self.built[role]
         spec = self.methods[role][method]
         if spec.split is None:
-            return getattr(worker, method)(**kwargs)
+            with worker.phase(spec):
+                return getattr(worker, method)(**kwargs)
         part = share_rows(rows, worker.replica(spec.split), worker.replica_group(spec.split), self.context.rank)
-        return getattr(worker, method)(part.to(devices.device()), **kwargs)
+        with worker.phase(spec):
+            return getattr(worker, method)(part.to(devices.device()), **kwargs)
 
     def close(self) -> None:
         """Close the workers, last built first."""

@@ -39,7 +39,7 @@ def by_tokens(
     """
     for row, length in enumerate(lengths):
         if length > limit:
-            raise ValueError(f"row {row} has {length} tokens, more than micro_batch_tokens({limit}) of one micro-batch; "
+            raise ValueError(f"row {row} has {length} tokens, more than micro_batch_tokens({limit}) of a micro-batch; "
                              "raise it, or shorten prompts or responses")
     groups = _first_fit(lengths, limit) if packed else _of_equal_length(lengths, limit)
     wanted = max(len(groups), min(count, len(lengths)))

@@ -165,15 +165,15 @@ class ParallelLayout:
     def _broken_stages(self, num_layers: int) -> str | None:
         stages = self.pp * self.vpp
         if self.layers and sum(self.layers) != num_layers:
-            return (f"layers {list(self.layers)} sum to {sum(self.layers)}, but the model has num_layers({num_layers}); "
-                    "change a stage")
+            return (f"layers {list(self.layers)} sum to {sum(self.layers)}, but the model has num_layers({num_layers})"
+                    "; change a stage")
         if self.layers or not num_layers % stages:
             return None
         product = f"pp({self.pp})" if self.vpp == 1 else f"pp({self.pp}) x vpp({self.vpp}) = {stages}"
         legal = [n for n in range(1, num_layers + 1) if not num_layers % n]
         what = "pp" if self.vpp == 1 else "pp x vpp"
-        return (f"num_layers({num_layers}) is not a multiple of {product}; legal {what} for this model: {legal}, or give "
-                "every stage's number in layers")
+        return (f"num_layers({num_layers}) is not a multiple of {product}; legal {what} for this model: {legal}, or "
+                "give every stage's number in layers")
 
     def validate(self, spec: ModelSpec) -> list[str]:
         """Every rule that this layout breaks for the model, each with its numbers and the remedy; empty = fits."""

@@ -235,7 +235,7 @@ class Batcher:
 
 
 def kept_positions(lengths: Sequence[int], cp: int, rank: int) -> torch.Tensor:
-    """Positions, in sequences laid one behind the other, that a context-parallel rank holds, in the order it holds them.
+    """Positions, in sequences laid one behind the other, that a context-parallel rank holds, in its order.
 
     Every length must be a multiple of 2 x cp.
     """

@@ -37,6 +37,7 @@ from rlhf_megatron.mcore.batching import Batcher, Cut, MicroBatch  # noqa: E402
 from rlhf_megatron.mcore.context_parallel import whole  # noqa: E402
 from rlhf_megatron.mcore.logprobs import vocab_parallel_log_probs  # noqa: E402
 from rlhf_megatron.mcore.model import HiddenStatesModel, build_model  # noqa: E402
+from rlhf_megatron.mcore.offload import Storages, needs  # noqa: E402
 from rlhf_megatron.mcore.pipeline import KnownShapes  # noqa: E402
 from rlhf_megatron.observe.metrics import Mean, Metric, Sum, merge  # noqa: E402
 
@@ -119,14 +120,17 @@ class MegatronEngine:
         )
         with self._entered():
             self._build(trainable)
+        self.storages = Storages(self)
 
     # ---- weights ----
 
+    @needs("parameters")
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters under their MegatronLayout names: the storage that is trained, not copies."""
         self._gather_parameters()
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
+    @needs("parameters", "optimizer")
     def weights_loaded(self) -> None:
         """Call after writing into `tensors()`: the fp32 master weights are set from the model's."""
         if self.optimizer is not None:
@@ -141,6 +145,7 @@ class MegatronEngine:
 
     # ---- scoring ----
 
+    @needs("parameters")
     def forward(self, batch: DataProto, temperature: float = 1.0, entropy: bool = False) -> DataProto | None:
         """Score this replica's rows without learning.
 
@@ -163,6 +168,7 @@ class MegatronEngine:
 
     # ---- learning ----
 
+    @needs("parameters", "gradients", "optimizer")
     def train_step(
         self, batch: DataProto, loss: Loss, temperature: float = 1.0, entropy: bool = False
     ) -> dict[str, Metric]:
@@ -192,19 +198,38 @@ class MegatronEngine:
             rate = optimizers.learning_rate(self.settings, self.step, self.total_steps)
             optimizers.apply_settings(self.optimizer, self.settings, rate)
             norm, applied = optimizers.update(self.optimizer, self.settings.clip_grad)
-            self._gather_pending = self.overlap and optimizers.is_distributed(self.settings)
+            self._gather_pending = self._overlaps_gather
         return self._report(reports, applied, norm, rate)
 
     # ---- checkpoints ----
 
+    @needs("parameters", "optimizer")
     def save(self, directory: str | Path) -> None:
         """Write model, optimizer, counters and random streams. Collective over the pool."""
         self._gather_parameters()
         checkpoint.save(self, directory)
 
+    @needs("parameters", "optimizer")
     def load(self, directory: str | Path) -> None:
         """Load what `save` wrote, also under another parallel layout. Collective over the pool."""
         checkpoint.load(self, directory)
+
+    # ---- memory ----
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes on the device now, by part: parameters, gradients, optimizer."""
+        return self.storages.resident_bytes()
+
+    def offload(self, *parts: str) -> None:
+        """Free the device memory of these parts; every method brings back what it needs. Not collective.
+
+        What `tensors()` gave before must not be touched until `reload("parameters")`, and is valid again after it.
+        """
+        self.storages.offload(*parts)
+
+    def reload(self, *parts: str) -> None:
+        """Bring these parts back into the storages that they had. Not collective."""
+        self.storages.reload(*parts)
 
     # ---- inside ----
 
@@ -219,13 +244,13 @@ class MegatronEngine:
         config = self.model.config
         config.calculate_per_token_loss = True  # DDP then sums over replicas and the schedule does not divide
         config.finalize_model_grads_func = self._finalize
+        self._overlaps_gather = self.overlap and optimizers.is_distributed(self.settings)
         self.ddp: list[Any] = list(self.chunks)
         self.optimizer = None
         if trainable:
-            distributed = optimizers.is_distributed(self.settings)
             how = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=self.overlap,
-                overlap_param_gather=self.overlap and distributed,
+                grad_reduce_in_fp32=True, use_distributed_optimizer=optimizers.is_distributed(self.settings),
+                overlap_grad_reduce=self.overlap, overlap_param_gather=self._overlaps_gather,
             )
             # A later chunk runs first in backward: only the first chunk's reductions have nothing to hide behind.
             self.ddp = [DistributedDataParallel(config, how, chunk, disable_bucketing=index > 0,
@@ -329,7 +354,7 @@ class MegatronEngine:
     def _head_weight(self) -> torch.Tensor:
         shared = self.head == "lm" and self.spec.tied
         weight = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
-        if self._gather_pending:  # no module of megatron-core's multiplies with it, so none waits for it
+        if self._overlaps_gather:  # no module of megatron-core's multiplies with it, so none waits for it
             group = self.ddp[-1].param_to_bucket_group[weight]
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         return weight
@@ -351,7 +376,8 @@ class MegatronEngine:
         """Sum gradients over replicas (and the two copies of tied embeddings); the token count is left unused."""
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         if self.keep_gradients:
-            self._gradients = {name: p.main_grad.detach().clone() for name, p in self._named_parameters()}
+            named: Any = self._named_parameters()  # megatron-core adds main_grad to parameters
+            self._gradients = {name: parameter.main_grad.detach().clone() for name, parameter in named}
 
     def _report(self, reports: list[dict[str, Metric]], applied: bool, norm: float | None = None,
                 rate: float | None = None) -> dict[str, Metric]:

@@ -41,7 +41,7 @@ class KnownShapes(P2PCommunicator):
         """
         order = get_schedule_table(len(shapes), chunks, group_size or len(shapes))
         first, last = self.pp_group.rank() == 0, self.pp_group.rank() == self.pp_group.size() - 1
-        # The first chunk of the first stage has the embedding before it, the last one of the last stage the loss behind.
+        # The first chunk of the first stage has the embedding before it, the last of the last stage the loss behind.
         self._forward = iter([shapes[micro] for micro, chunk in order if not (first and chunk == 0)])
         # Backward runs through the chunks from the last to the first, so chunk c of the table is the c-th from the end.
         self._backward = iter([shapes[micro] for micro, chunk in order if not (last and chunk == 0)])

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron import devices
 from rlhf_megatron.algorithms import registry
 from rlhf_megatron.data.proto import DataProto, Ragged
 from rlhf_megatron.generation.embedded import EmbeddedEngine
@@ -35,7 +34,7 @@ class ActorWorker(MegatronWorker):
         self.plan = make_plan(self.layout, HFLayout(self.spec, self.parallel.ranks))
         self.session = GenerationSession(self.engine.tensors, self.plan, self.generator)
 
-    @method(reads=("prompts", "sample_id"), split="generate",
+    @method(reads=("prompts", "sample_id"), split="generate", needs=("parameters",),
             returns=("responses", "rollout_log_probs", "response_mask", "finish_reason"))
     def generate(self, batch: DataProto, step: int, greedy: bool = False) -> tuple[DataProto, dict[str, Metric]]:
         """Reshard, sample one response per row, go back.
@@ -74,7 +73,8 @@ class ActorWorker(MegatronWorker):
             "rollout/rows_per_replica": Max(len(batch)),
         }
 
-    @method(reads=("prompts", "responses"), returns=("old_log_probs", "entropy"), split="train")
+    @method(reads=("prompts", "responses"), returns=("old_log_probs", "entropy"), split="train",
+            needs=("parameters",))
     def log_probs(self, batch: DataProto) -> DataProto | None:
         """`old_log_probs` and `entropy` [B, R] ragged, fp32, at the sampling temperature."""
         scored = self.engine.forward(batch, temperature=self.config.generation.temperature, entropy=True)
@@ -90,10 +90,10 @@ class ActorWorker(MegatronWorker):
             temperature=self.config.generation.temperature,
             entropy=self.config.algorithm.entropy_coefficient != 0.0,
         )
-        metrics["perf/memory_peak_mb"] = Max(devices.memory_peak_mb())
+        metrics |= self.residency.report(self.replica_group("train"))
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
-    @method(split=None)
+    @method(split=None, needs=("parameters",))
     def verify_generation_weights(self) -> list[str]:
         """Names of tensors whose generation copy is not bit-equal to the trainer's (empty: all equal). Collective."""
         group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None

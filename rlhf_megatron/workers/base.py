@@ -11,6 +11,7 @@ split, and which fields come back. Nothing here starts a process or opens a sock
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +24,14 @@ _MARK = "__rlhf_method__"
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What a method declared. `split` None: every rank is called with the same arguments."""
+    """What a method declared. `split` None: every rank is called with the same arguments. `needs` None: all."""
 
     name: str
     reads: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
     split: str | None = None
+    needs: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,14 @@ class RankContext:
     pool: str
     job_rank: int
     seed: int
-    _groups: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # shared by the roles of the rank
+    # shared by the roles of the rank
+    shared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _groups: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def method(
-    reads: Iterable[str] = (), returns: Iterable[str] = (), split: str | None = None, optional: Iterable[str] = ()
+    reads: Iterable[str] = (), returns: Iterable[str] = (), split: str | None = None, optional: Iterable[str] = (),
+    needs: Iterable[str] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Declare a worker method that the loop may call.
 
@@ -65,17 +70,20 @@ def method(
             replica's rows, and the replica's output rank returns a DataProto with as many rows, a dict of metrics, or
             (DataProto, metrics). None: no rows; every rank is called and pool rank 0's result is returned.
         optional: fields that are sent when the batch has them.
+        needs: parts of the role's own model that have to be on the device (`parameters`, `gradients`, `optimizer`);
+            None: all of them. What is configured to be offloaded and not needed is away while the method runs.
     """
     if split is not None and split not in KINDS:
         raise ValueError(f"split={split!r}: must be one of {KINDS} or None")
-    for what, names in (("reads", reads), ("returns", returns), ("optional", optional)):
+    for what, names in (("reads", reads), ("returns", returns), ("optional", optional), ("needs", needs)):
         if isinstance(names, str):
-            raise ValueError(f"{what}={names!r}: a tuple of field names is needed, write ({names!r},)")
+            raise ValueError(f"{what}={names!r}: a tuple of names is needed, write ({names!r},)")
     if split is None and (reads or returns or optional):
         raise ValueError("reads, optional and returns name rows' fields: they need split='train' or split='generate'")
 
     def mark(function: Callable) -> Callable:
-        spec = MethodSpec(function.__name__, tuple(reads), tuple(optional), tuple(returns), split)
+        spec = MethodSpec(function.__name__, tuple(reads), tuple(optional), tuple(returns), split,
+                          None if needs is None else tuple(needs))
         setattr(function, _MARK, spec)
         return function
 
@@ -159,6 +167,10 @@ class Worker:
         if partition not in groups:
             groups[partition] = _make_groups(partition, self.context.size, self.context.rank)
         return groups[partition]
+
+    def phase(self, spec: MethodSpec) -> AbstractContextManager[None]:
+        """Entered around every call of a declared method, on every rank."""
+        return nullcontext()
 
     def close(self) -> None:
         """Free what must be freed before the process groups are destroyed. Called once at a clean end."""

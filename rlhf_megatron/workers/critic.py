@@ -24,7 +24,7 @@ class CriticWorker(MegatronWorker):
             raise ValueError(f"algorithm {config.algorithm.name} wants values but has no critic_loss to learn them by")
         self.loss = make_loss(config.algorithm)
 
-    @method(reads=("prompts", "responses"), returns=("values",), split="train")
+    @method(reads=("prompts", "responses"), returns=("values",), split="train", needs=("parameters",))
     def values(self, batch: DataProto) -> DataProto | None:
         """`values` [B, R] ragged, fp32: the expected return before each response token."""
         return self.engine.forward(batch)
@@ -33,4 +33,5 @@ class CriticWorker(MegatronWorker):
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """One optimizer update on a mini-batch whose meta carries the global denominator."""
         metrics = self.engine.train_step(batch, self.loss)
+        metrics |= self.residency.report(self.replica_group("train"))
         return {name if "/" in name else f"critic/{name}": metric for name, metric in metrics.items()}

@@ -10,7 +10,7 @@ from rlhf_megatron.workers.roles import MegatronWorker
 class ReferenceWorker(MegatronWorker):
     """Frozen Megatron model; scores responses at the sampling temperature, like the actor."""
 
-    @method(reads=("prompts", "responses"), returns=("ref_log_probs",), split="train")
+    @method(reads=("prompts", "responses"), returns=("ref_log_probs",), split="train", needs=("parameters",))
     def log_probs(self, batch: DataProto) -> DataProto | None:
         """`ref_log_probs` [B, R] ragged, fp32."""
         scored = self.engine.forward(batch, temperature=self.config.generation.temperature)

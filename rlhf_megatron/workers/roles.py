@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from rlhf_megatron.layouts.spec import ParallelLayout
 from rlhf_megatron.mcore.engine import MegatronEngine
 from rlhf_megatron.mcore.model import norm_names
 from rlhf_megatron.reshard import files
-from rlhf_megatron.workers.base import RankContext, Worker, method
+from rlhf_megatron.workers.base import MethodSpec, RankContext, Worker, method
+from rlhf_megatron.workers.residency import Residency
 
 
 def model_directory(role: str, config: Any) -> str:
@@ -66,6 +68,12 @@ class MegatronWorker(Worker):
         with torch.no_grad():
             files.load_hf(self.model_dir, self.layout, context.rank, self.engine.tensors())
         self.engine.weights_loaded()
+        self.residency = Residency.of(context)
+        self.residency.add(role, self.engine, settings.offload)
+
+    def phase(self, spec: MethodSpec) -> AbstractContextManager[None]:
+        """The call's parts are on the device, what may be away is away, and its memory is measured."""
+        return self.residency.phase(self.role, spec)
 
     @classmethod
     def row_cost(cls, role: str, config: Any) -> tuple[float, float]:
@@ -82,17 +90,17 @@ class MegatronWorker(Worker):
         minis = -(-responses // (trainer.mini_batch_size or responses))
         return trainer.steps * trainer.epochs * minis
 
-    @method(split=None)
+    @method(split=None, needs=("parameters", "optimizer"))
     def save(self, directory: str) -> None:
         """Write model, optimizer and RNG state into `directory` (collective over the pool)."""
         self.engine.save(directory)
 
-    @method(split=None)
+    @method(split=None, needs=("parameters", "optimizer"))
     def load(self, directory: str) -> None:
         """Load what `save` wrote; the parallel layout may differ (collective over the pool)."""
         self.engine.load(directory)
 
-    @method(split=None)
+    @method(split=None, needs=("parameters",))
     def export(self, directory: str) -> str:
         """Write an HF checkpoint directory in the run's dtype (collective over the pool)."""
         files.save_hf(directory, self.layout, self.context.rank, self.engine.tensors(), source_dir=self.model_dir,

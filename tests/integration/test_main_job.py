@@ -230,3 +230,30 @@ def test_the_exported_checkpoint_loads_in_transformers_in_the_dtype_of_the_run(d
     assert exported["input_ids"] == original["input_ids"]
     assert (tmp_path / "run" / "report.png").stat().st_size > 1000
     assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+@pytest.mark.timeout(240)
+def test_a_run_with_everything_offloaded_is_the_same_to_the_bit(demo, tmp_path):
+    """Every role in a layout of its own over the same two ranks; two updates a step, saved and exported."""
+    common = ["{all}.tp=2", "{all}.pp=1", "critic.parallel.tp=1", "reference.parallel={tp: 1, pp: 2}",
+              "trainer.steps=2", "trainer.save_every=2", "trainer.save_hf=end", "trainer.prompts_per_step=4",
+              "trainer.mini_batch_size=8"]
+    everything = [f"{role}.offload=[parameters, gradients, optimizer]" for role in ("actor", "critic")]
+    for name, more in (("here", []), ("away", [*everything, "reference.offload=[parameters]"])):
+        succeeded(run_job(arguments(demo, tmp_path, name, *common, *more), 2))
+    for one, other in zip(metrics(tmp_path, "here"), metrics(tmp_path, "away"), strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            if not key.startswith(("timing/", "perf/")):
+                assert one[key] == other[key], (key, one["step"])
+        phases = {key for key in one if key.startswith("perf/memory_peak_mb_")}
+        assert phases == {f"perf/memory_peak_mb_{phase}" for phase in (
+            "actor_generate", "actor_log_probs", "reference_log_probs", "critic_values", "critic_update",
+            "actor_update")}
+        assert one["perf/memory_peak_mb"] == max(one[key] for key in phases)
+        assert one["perf/memory_offloaded_mb"] == 0 < other["perf/memory_offloaded_mb"]
+    here, away = tmp_path / "here", tmp_path / "away"
+    written = [*here.rglob("*.distcp"), *(here / "hf").rglob("*.safetensors")]
+    assert len(written) > 4
+    for path in written:
+        assert path.read_bytes() == (away / path.relative_to(here)).read_bytes(), path
