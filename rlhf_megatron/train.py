@@ -54,8 +54,7 @@ def loop(config: Any, groups: dict[str, Any], dataset: Any = None) -> int:
     from rlhf_megatron.trainer.ppo import train
     from rlhf_megatron.trainer.run import Run
 
-    trained = {role: group for role, group in groups.items() if role in ("actor", "critic")}
-    run = Run(config, trained, dataset)
+    run = Run(config, groups, dataset)
     train(run, groups["actor"], groups.get("critic"), groups.get("reference"))
     run.finish()
     return 0

@@ -55,6 +55,8 @@ class Ticket:
         self.frames: dict[int, list[Any]] = {}
         self.error: JobError | None = None
         self.noticed = False
+        # time.monotonic() when the first rank could turn to it, and when the last one had answered
+        self.began, self.ended = NEVER, NEVER
         self._done = threading.Event()
 
     def done(self) -> bool:
@@ -238,7 +240,8 @@ class Hub:
         if kind == b"error":
             return self._suspected(RemoteError(rank, place=self.places[rank], **wire.unpack(frames)), SETTLE)
         ticket = self._calls[rank].popleft()
-        self._since[rank] = time.monotonic()
+        ticket.began = min(ticket.began, self._since[rank])
+        self._since[rank] = ticket.ended = time.monotonic()
         ticket.waiting.discard(rank)
         if rank in ticket.wanted:
             ticket.frames[rank] = frames

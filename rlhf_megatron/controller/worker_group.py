@@ -16,6 +16,11 @@ class Pending(Protocol):
 
     def done(self) -> bool: ...
 
+    @property
+    def span(self) -> tuple[float, float]:
+        """Seconds of time.monotonic(), once it is done: when it could begin, the calls before it being answered, and
+        when the last rank had answered it."""
+
     def wait(self) -> dict[int, Any]:
         """Results by pool rank, of the ranks whose result was wanted. Raises when the call failed."""
 
@@ -28,6 +33,10 @@ class Transport(Protocol):
         wanted: tuple[int, ...],
     ) -> Pending:
         """Call `method` on every rank of the pool. `rows`: by pool rank, for the entry ranks of replicas."""
+
+
+# What is told of every call when its result is taken: pool, role, method, begin and end in seconds of time.monotonic().
+Watcher = Callable[[str, str, str, float, float], None]
 
 
 class Future:
@@ -63,8 +72,9 @@ class WorkerGroup:
     ) -> None:
         self.role, self.pool = role, pool
         self._transport = transport
+        self._watchers: list[Watcher] = []
         self._methods = methods_of(worker_cls)
-        taken = sorted(set(self._methods) & {"role", "pool", "start", "methods"})
+        taken = sorted(set(self._methods) & {"role", "pool", "start", "methods", "watch"})
         if taken:
             raise ValueError(f"{worker_cls.__qualname__}.{taken[0]}: WorkerGroup has that name; rename the method")
         kinds = {spec.split for spec in self._methods.values() if spec.split is not None}
@@ -75,6 +85,10 @@ class WorkerGroup:
     def methods(self) -> list[str]:
         """Names of the methods that can be called."""
         return sorted(self._methods)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` of every call from now on."""
+        self._watchers.append(watcher)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})
@@ -99,7 +113,7 @@ class WorkerGroup:
             if batch is not None:
                 raise TypeError(f"{stage} does not split rows: it takes keyword arguments only")
             pending = self._transport.call(self.pool, self.role, method, kwargs, {}, (0,))
-            return Future(pending, lambda results: results[0])
+            return self._future(method, pending, lambda results: results[0])
         if not isinstance(batch, DataProto):
             raise TypeError(f"{stage} splits rows: its first argument must be a DataProto, not {type(batch).__name__}")
         batch.require(spec.reads, stage)
@@ -109,7 +123,17 @@ class WorkerGroup:
         rows = {replica.entry: part for replica, part in zip(replicas, split.parts, strict=True)}
         outputs = tuple(replica.output for replica in replicas)
         pending = self._transport.call(self.pool, self.role, method, kwargs, rows, outputs)
-        return Future(pending, lambda results: dispatch.merge([results[r] for r in outputs], split, spec, stage))
+        return self._future(
+            method, pending, lambda results: dispatch.merge([results[r] for r in outputs], split, spec, stage)
+        )
+
+    def _future(self, method: str, pending: Pending, finish: Callable[[dict[int, Any]], Any]) -> Future:
+        def told(results: dict[int, Any]) -> Any:
+            for watcher in self._watchers:
+                watcher(self.pool.name, self.role, method, *pending.span)
+            return finish(results)
+
+        return Future(pending, told)
 
 
 def _replicas(role: str, worker_cls: type[Worker], config: Any, pool: ResourcePool, kind: str) -> list[Replica]:

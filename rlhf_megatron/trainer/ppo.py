@@ -21,21 +21,21 @@ def train(run: Run, actor: WorkerGroup, critic: WorkerGroup | None, reference: W
             batch = run.rollout(actor, step)
         with timer("reward"):
             batch = run.score(batch)
-        with timer("old_log_prob"):
-            batch = batch.union(actor.log_probs(batch))
+        scoring = {"old_log_prob": (actor, "log_probs")}
         if reference is not None:
-            with timer("reference"):
-                batch = batch.union(reference.log_probs(batch))
+            scoring["reference"] = (reference, "log_probs")
         if critic is not None:
-            with timer("values"):
-                batch = batch.union(critic.values(batch))
+            scoring["values"] = (critic, "values")
+        for scores in run.together(scoring, batch):
+            batch = batch.union(scores)
         with timer("advantages"):
             batch = run.advantages(batch)
         for mini in run.mini_batches(batch, step):
+            updates = {}
             if critic is not None:
-                with timer("update_critic"):
-                    run.metrics.add(critic.update(mini))
+                updates["update_critic"] = (critic, "update")
             if run.trains_actor(step):
-                with timer("update_actor"):
-                    run.metrics.add(actor.update(mini))
+                updates["update_actor"] = (actor, "update")
+            for metrics in run.together(updates, mini):
+                run.metrics.add(metrics)
         run.end_step(step, batch)

@@ -24,6 +24,7 @@ from rlhf_megatron.observe import report
 from rlhf_megatron.observe.log import MetricsLog
 from rlhf_megatron.observe.metrics import Metric
 from rlhf_megatron.observe.progress import Progress
+from rlhf_megatron.observe.timeline import Timeline
 from rlhf_megatron.observe.timers import Timers
 from rlhf_megatron.rewards import score
 from rlhf_megatron.trainer import gates
@@ -68,12 +69,13 @@ class Run:
 
     Args:
         config: the checked config.
-        groups: the trained roles by name ("actor", and "critic" where the algorithm has one).
+        groups: all roles by name ("actor", and "critic" and "reference" where the algorithm has them).
         dataset: from `read_prompts`, if that was called already.
     """
 
     def __init__(self, config: Any, groups: dict[str, WorkerGroup], dataset: RLHFDataset | None = None) -> None:
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = {role: group for role, group in groups.items() if role in ("actor", "critic")}  # the trained ones
         self.folder = Path(config.run.folder) / config.run.name
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -85,7 +87,7 @@ class Run:
         self.first_step, self.good_steps, self.stopped = 1, 0, False
         resumed = self.checkpoints.find(config.trainer.resume)
         if resumed is not None:
-            step, state = self.checkpoints.load(resumed, groups)
+            step, state = self.checkpoints.load(resumed, self.groups)
             self.first_step, self.good_steps = step + 1, state["good_steps"]
             self.dataset.load_state(state["data"])
             self.kl_controller.load_state(state["kl"])
@@ -93,6 +95,9 @@ class Run:
         elif aside := self.checkpoints.set_aside():
             print(f"a fresh run: the checkpoints of an earlier one are kept in {aside}", flush=True)
         self.log = MetricsLog(self.folder, resume_step=self.first_step - 1)
+        self.timeline = Timeline(self.folder)
+        for group in groups.values():
+            group.watch(self.timeline.add)
         self.progress = Progress(total=config.trainer.steps, start=self.first_step - 1)
         self.timers = Timers(on_start=self.progress.phase)
         self._step_started = time.perf_counter()
@@ -122,6 +127,21 @@ class Run:
                 yield step
                 if self.stopped:
                     break
+
+    def together(self, calls: dict[str, tuple[WorkerGroup, str]], batch: DataProto) -> Iterator[Any]:
+        """Start calls (phase -> group and method) with one batch, then give their results, in order.
+
+        Roles on pools of their own work at the same time, roles of one pool one after the other. A phase is timed from
+        its start to its end as far as the loop waits for it.
+        """
+        futures = {}
+        for phase, (group, method) in calls.items():
+            with self.timers(phase):
+                futures[phase] = group.start(method, batch)
+        for phase, future in futures.items():
+            with self.timers(phase):
+                result = future.result()
+            yield result
 
     def rollout(self, actor: WorkerGroup, step: int) -> DataProto:
         """The step's prompts with sampled responses, or the saved rollout of that step when replaying."""
@@ -217,6 +237,7 @@ class Run:
                 final.rename(final.with_name(f"final.{number}"))
             print(f"HF checkpoint: {self.groups['actor'].export(directory=str(final))}", flush=True)
         self.log.close()
+        self.timeline.close()
         print(report.write(self.folder), flush=True)
 
 

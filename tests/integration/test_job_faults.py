@@ -193,20 +193,22 @@ def test_a_nan_log_prob_on_a_valid_token_skips_the_updates_and_says_so(demo, tmp
 
     def loop(config, groups):
         actor, critic, moved = groups["actor"], groups["critic"], {"actor": [], "critic": []}
-        update_actor, update_critic = actor.update, critic.update
+        start_actor, start_critic = actor.start, critic.start
 
-        def watch_actor(mini):
-            report = update_actor(mini)
-            moved["actor"].append(actor.verify_generation_weights() != [])  # the generation copy is of before
-            return report
+        def watch_actor(method, *batch, **more):
+            future = start_actor(method, *batch, **more)
+            if method == "update":
+                moved["actor"].append(actor.verify_generation_weights() != [])  # the generation copy is of before
+            return future
 
-        def watch_critic(mini):
-            before = critic.values(mini)["values"].values
-            report = update_critic(mini)
-            moved["critic"].append(not torch.equal(before, critic.values(mini)["values"].values))
-            return report
+        def watch_critic(method, *batch, **more):
+            before = critic.values(*batch)["values"].values if method == "update" else None
+            future = start_critic(method, *batch, **more)
+            if method == "update":
+                moved["critic"].append(not torch.equal(before, critic.values(*batch)["values"].values))
+            return future
 
-        actor.update, critic.update = watch_actor, watch_critic
+        actor.start, critic.start = watch_actor, watch_critic
         code = train_loop(config, groups)
         print("moved:", moved)
         return code

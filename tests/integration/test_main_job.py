@@ -9,6 +9,7 @@ import torch
 
 from jobs import arguments, metrics, run_job, run_loop, succeeded
 from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.observe import timeline
 from rlhf_megatron.train import loop as train_loop
 
 # placement -> (ranks, overrides)
@@ -28,6 +29,14 @@ MIXED = {
         "actor.parallel={tp: 1, pp: 2, vpp: 2, cp: 2}", "actor.packing=true", "actor.micro_batch_tokens=64",
         "critic.parallel={tp: 2, pp: 1, cp: 2}", "critic.packing=true", "critic.overlap=true",
         "reference.parallel={tp: 1, pp: 2, layers: [3, 1]}", "reference.micro_batch_tokens=64",
+    ]),
+    "actor tp2pp2 on four ranks, critic and reference on the next two": (6, [
+        "cluster.pools={a: 4, b: 2}", "actor.pool=a", "critic.pool=b", "reference.pool=b", "critic.parallel.tp=1",
+        "reference.parallel.pp=1",
+    ]),
+    "critic and reference on two ranks, actor tp2pp2 on the next four": (6, [
+        "cluster.pools={b: 2, a: 4}", "actor.pool=a", "critic.pool=b", "reference.pool=b", "critic.parallel.pp=1",
+        "reference.parallel={tp: 1, pp: 1}",
     ]),
     "actor tp2 on two ranks, critic and reference on a third": (3, [
         "cluster.pools={a: 2, b: 1}", "actor.pool=a", "critic.pool=b", "reference.pool=b", "{all}.pp=1",
@@ -67,6 +76,20 @@ def test_replayed_rollouts_give_equal_metrics_in_every_placement(demo, recorded,
         for name in one:
             if name.startswith(("reward/", "kl/", "actor/", "critic/", "response/")):
                 assert other[name] == pytest.approx(one[name], abs=1e-5, rel=1e-5), (name, one["step"])
+    _check_timeline(tmp_path / "run", pools={"a", "b"} if "cluster.pools" in overrides[0] else set())
+
+
+def _check_timeline(run: Path, pools: set[str]) -> None:
+    """Calls of one pool follow each other; of two pools, critic and actor are updated at the same time."""
+    calls = timeline.read(run)
+    assert {call["pool"] for call in calls} == (pools or {"main"})
+    spans = {name: [(call["ts"], call["ts"] + call["dur"]) for call in calls if call["name"] == name]
+             for name in ("actor.update", "critic.update", "actor.log_probs", "critic.values", "reference.log_probs")}
+    assert [len(spans[name]) for name in spans] == [6, 6, 3, 3, 3]
+    for actor, critic in zip(spans["actor.update"], spans["critic.update"], strict=True):
+        both = min(actor[1], critic[1]) - max(actor[0], critic[0])
+        # in one pool a rank may turn to the next call while another still answers
+        assert (both > 0.5 * min(actor[1] - actor[0], critic[1] - critic[0])) == bool(pools), (actor, critic)
 
 
 @pytest.mark.timeout(240)
@@ -81,7 +104,7 @@ def test_generation_weights_are_bit_equal_after_every_reshard_and_new_weights_ar
     def loop(config, groups) -> int:
         from rlhf_megatron.trainer.run import Run
 
-        run = Run(config, {name: groups[name] for name in ("actor", "critic")})
+        run = Run(config, groups)
         actor, critic, reference = groups["actor"], groups["critic"], groups["reference"]
         for step in run.steps():
             batch = run.rollout(actor, step)

@@ -29,8 +29,8 @@ _WORLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE":
 class _Done:
     """A call that has already run."""
 
-    def __init__(self, result: Any) -> None:
-        self._result = result
+    def __init__(self, result: Any, span: tuple[float, float]) -> None:
+        self._result, self.span = result, span
 
     def done(self) -> bool:
         return True
@@ -49,7 +49,9 @@ class InlineTransport:
         self, pool: ResourcePool, role: str, method: str, kwargs: dict[str, Any], rows: Mapping[int, DataProto],
         wanted: tuple[int, ...],
     ) -> _Done:
-        return _Done(self._workers.call(role, method, kwargs, rows.get(0)))
+        began = time.monotonic()
+        result = self._workers.call(role, method, kwargs, rows.get(0))
+        return _Done(result, (began, time.monotonic()))
 
 
 def run(

@@ -48,6 +48,10 @@ class _Results:
     def done(self) -> bool:
         return self._ticket.done()
 
+    @property
+    def span(self) -> tuple[float, float]:
+        return self._ticket.began, self._ticket.ended
+
     def wait(self) -> dict[int, Any]:
         return {self._pool.ranks.index(rank): value for rank, value in self._ticket.wait().items()}
 
