@@ -55,7 +55,8 @@ def loop(config: Any, groups: dict[str, Any], dataset: Any = None) -> int:
     from rlhf_megatron.trainer.run import Run
 
     trained = {role: group for role, group in groups.items() if role in ("actor", "critic")}
-    run = Run(config, trained, dataset)
+    ranks = len({rank for group in groups.values() for rank in group.pool.ranks})
+    run = Run(config, trained, dataset, ranks)
     train(run, groups["actor"], groups.get("critic"), groups.get("reference"))
     run.finish()
     return 0
