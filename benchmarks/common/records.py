@@ -96,22 +96,22 @@ def table(phases: Mapping[str, Mapping[str, float | None]]) -> str:
 
 def finish(figures: Mapping[str, Any], folder: Path) -> None:
     """Print the table and, as the last line, the JSON; append a record to `folder`/<benchmark>.jsonl."""
-    rounded = _rounded(figures)
-    record = {"benchmark": rounded["benchmark"],
-              "date": datetime.datetime.now(datetime.UTC).date().isoformat(), **rounded}
+    told = rounded(figures)
+    record = {"benchmark": told["benchmark"],
+              "date": datetime.datetime.now(datetime.UTC).date().isoformat(), **told}
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{rounded['benchmark']}.jsonl", "a", encoding="utf-8") as file:
+    with open(folder / f"{told['benchmark']}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     print(table(figures["phases"]))
-    print(json.dumps(rounded), flush=True)
+    print(json.dumps(told), flush=True)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Five significant digits: what is behind them is noise."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     return value
 
 
