@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from pathlib import Path
@@ -14,6 +15,13 @@ import torch
 
 CHOICES = ("auto", "cpu", "cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Dense bf16 matrix products, 10^12 operations a second of one GPU, from the vendor's data sheets (which print twice as
+# much "with sparsity"). The first words found in the device's name count, so special forms stand before the general.
+PEAK_BF16_TFLOPS = (
+    ("H100 PCIe", 756.5), ("H100 NVL", 835.5), ("H200 NVL", 835.5), ("H100", 989.4), ("H200", 989.4), ("GH200", 989.4),
+    ("H800", 989.4), ("H20", 148.0), ("B200", 2250.0), ("GB200", 2500.0), ("A100", 312.0), ("A800", 312.0),
+    ("L40S", 362.0),
+)
 _chosen: torch.device | None = None
 
 
@@ -66,6 +74,26 @@ def dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"run.dtype={name!r}: one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def product_name() -> str:
+    """What the device calls itself, for example "NVIDIA H100 80GB HBM3"; "cpu" where there is no GPU."""
+    return torch.cuda.get_device_name(device()) if is_cuda() else "cpu"
+
+
+def peak_tflops(dtype_name: str) -> float | None:
+    """Peak of one device in 10^12 operations a second, from the table above; None where it is not known.
+
+    Known for bfloat16 only: what float32 products may reach depends on whether TF32 is allowed.
+    """
+    return known_peak(product_name()) if is_cuda() and dtype_name == "bfloat16" else None
+
+
+def known_peak(product: str) -> float | None:
+    """The table's peak for a GPU's name; a MIG slice, which is only a part of the GPU, has none."""
+    if "MIG" in product.split():
+        return None
+    return next((tflops for words, tflops in PEAK_BF16_TFLOPS if re.search(rf"\b{words}\b", product)), None)
 
 
 def synchronize() -> None:

@@ -33,6 +33,7 @@ class RunConfig:
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     dtype: str = key("float32", choices=("float32", "bfloat16"))  # of the models; optimizers keep float32 masters
     deterministic: bool = key(False)  # only kernels that give the same bits every time; slower on GPUs
+    peak_tflops: float = key(0.0, low=0)  # of one device, for perf/mfu; 0 = known for the GPU; unknown (CPU): no mfu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlhf_megatron import devices
 from rlhf_megatron.algorithms import kl, registry
 from rlhf_megatron.algorithms.losses import denominator
 from rlhf_megatron.config.load import to_yaml
@@ -27,9 +28,10 @@ from rlhf_megatron.observe.progress import Progress
 from rlhf_megatron.observe.timeline import Timeline
 from rlhf_megatron.observe.timers import Timers
 from rlhf_megatron.rewards import score
-from rlhf_megatron.trainer import gates
+from rlhf_megatron.trainer import gates, throughput
 from rlhf_megatron.trainer.batch_metrics import policy_metrics, reward_metrics
 from rlhf_megatron.trainer.checkpoints import Checkpoints
+from rlhf_megatron.trainer.throughput import Tokens
 
 
 class StepMetrics:
@@ -83,6 +85,10 @@ class Run:
         self.algorithm = registry.get(config.algorithm.name)
         self.kl_controller = kl.controller(config.algorithm.kl)
         self.metrics = StepMetrics()
+        self.ranks = len({rank for group in groups.values() for rank in group.pool.ranks})
+        self.models = throughput.read_models(config)
+        self.peak_tflops = config.run.peak_tflops or devices.peak_tflops(config.run.dtype)
+        self.worked: dict[str, Tokens] = {}  # what went through each phase of the step that is running
         self.checkpoints = Checkpoints(self.folder, config.trainer.keep, self._meaning())
         self.first_step, self.good_steps, self.stopped = 1, 0, False
         resumed = self.checkpoints.find(config.trainer.resume)
@@ -123,6 +129,7 @@ class Run:
         with self.progress:
             for step in range(self.first_step, self.config.trainer.steps + 1):
                 self.timers.reset()
+                self.worked = {}
                 self._step_started = time.perf_counter()
                 yield step
                 if self.stopped:
@@ -153,7 +160,9 @@ class Run:
         batch = batch.union(DataProto(non_tensors={"sample_id": list(range(len(batch)))}))
         generated, metrics = actor.generate(batch, step=step)
         self.metrics.add(metrics)
-        return batch.union(generated)
+        batch = batch.union(generated)
+        self.worked["generate"] = tokens_of(batch)
+        return batch
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds `token_level_scores` by the configured reward (unless a replayed rollout brings them)."""
@@ -188,6 +197,9 @@ class Run:
                 mini.meta["denominator"] = denominator(mask, algorithm.loss_aggregation)
                 mini.meta["kl_coefficient"] = self.kl_controller.coefficient
                 if mini.meta["denominator"] > 0:
+                    for phase in ("update_critic", "update_actor"):
+                        if phase == "update_critic" or self.trains_actor(step):
+                            self.worked[phase] = self.worked.get(phase, Tokens()) + tokens_of(mini, valid_only=True)
                     yield mini
                 else:
                     self.metrics.add({"actor/empty_updates": metric_types.Sum(1)})
@@ -200,12 +212,14 @@ class Run:
         """Log, adapt the KL coefficient, save, decide whether to stop."""
         trainer = self.config.trainer
         seconds = time.perf_counter() - self._step_started
-        tokens = int(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
+        tokens = tokens_of(batch)
+        self.worked |= {"old_log_prob": tokens, "reference": tokens, "values": tokens}
+        flops = sum(throughput.phase_flops(self.models, self.worked).values())
         first_update = self.metrics.first_update
         values = self.metrics.take()
         values |= {name: metric.value for name, metric in self.timers.metrics().items()}
         values["timing/step"] = seconds
-        values["perf/tokens_per_second"] = tokens / seconds
+        values |= throughput.rates(flops, tokens.total, seconds, self.ranks, self.peak_tflops)
         self.kl_controller.update(values.get("kl/ref"), len(batch))
         said = list(gates.warnings(values, self.config))
         if step == 1:
@@ -239,6 +253,12 @@ class Run:
         self.log.close()
         self.timeline.close()
         print(report.write(self.folder), flush=True)
+
+
+def tokens_of(batch: DataProto, valid_only: bool = False) -> Tokens:
+    """Token counts of a batch's rows. `valid_only`: as an update does, score only what `response_mask` lets through."""
+    scored = int(batch["response_mask"].values.sum()) if valid_only else None
+    return Tokens.of(batch["prompts"].lengths.tolist(), batch["responses"].lengths.tolist(), scored)
 
 
 def _order_seed(seed: int, step: int, epoch: int) -> int:

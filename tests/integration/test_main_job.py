@@ -280,3 +280,25 @@ def test_a_run_with_everything_offloaded_is_the_same_to_the_bit(demo, tmp_path):
     assert len(written) > 4
     for path in written:
         assert path.read_bytes() == (away / path.relative_to(here)).read_bytes(), path
+
+
+@pytest.mark.timeout(240)
+def test_throughput_is_that_of_the_tokens_of_the_step(demo, tmp_path):
+    """Two epochs on three ranks in two pools: counted again from the saved rollout, and divided by all ranks."""
+    ranks, overrides = MIXED["actor tp2 on two ranks, critic and reference on a third"]
+    given = ["trainer.steps=2", "trainer.epochs=2", "trainer.critic_warmup_steps=1", "trainer.rollouts.save=true",
+             "run.peak_tflops=0.5"]
+    succeeded(run_job(arguments(demo, tmp_path, "run", *overrides, *given), ranks))
+    hidden, ffn, vocabulary, layers, query, both = 128, 384, 259, 4, 4 * 32, 2 * 2 * 32
+    per_token = 2 * layers * (hidden * (query + both) + query * hidden + 3 * hidden * ffn)
+    for line in metrics(tmp_path, "run"):
+        batch = DataProto.load(tmp_path / "run" / "rollouts" / f"step_{line['step']:06d}")
+        lengths, scored = batch["prompts"].lengths + batch["responses"].lengths, int(batch["responses"].lengths.sum())
+        body = per_token * int(lengths.sum()) + 2 * layers * query * int((lengths**2).sum())
+        forward, values = body + 2 * hidden * vocabulary * scored, body + 2 * hidden * scored
+        # generation, log-probs, reference, values; two epochs of both updates, but of the critic's alone in step 1
+        flops = 3 * forward + values + 2 * 3 * values + (2 * 3 * forward if line["step"] == 2 else 0)
+        seconds = line["timing/step"]
+        assert line["perf/tflops_per_gpu"] == pytest.approx(flops / seconds / 3 / 1e12, rel=1e-12)
+        assert line["perf/mfu"] == pytest.approx(line["perf/tflops_per_gpu"] / 0.5, rel=1e-12)
+        assert line["perf/tokens_per_second_per_gpu"] == pytest.approx(int(lengths.sum()) / seconds / 3, rel=1e-12)

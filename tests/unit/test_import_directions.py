@@ -18,7 +18,7 @@ BOTTOM = {"observe", "data", "config", "devices"}
 ALLOWED: dict[str, set[str]] = {
     "cli": {"*"},
     "train": {"*"},
-    "trainer": {"controller", "algorithms", "rewards"},
+    "trainer": {"controller", "algorithms", "rewards", "layouts"},
     "controller": {"workers.base"},
     "workers": {"generation", "reshard", "mcore", "algorithms", "layouts"},
     "reshard": {"generation.engine", "mcore", "layouts"},
