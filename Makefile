@@ -2,6 +2,7 @@
 # make smollm   GRPO on SmolLM2-135M-Instruct, ~10 minutes      make test-fast  only what runs in one process
 # make setup    .venv from pinned requirements                  make test-long  what `make test` leaves out
 # make lint     ruff, mypy, shellcheck                          make check      lint and test
+# make splits   what a split changes, measured, into docs/splits.md
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -66,7 +67,6 @@ test-long: .venv/.done
 	@code=0; $(BIN)/python -m pytest tests -m long --timeout 3600 --junitxml build/long.xml $(ARGS) || code=$$?; \
 	$(BIN)/python tests/long_report.py build/long.xml docs/long_tests.md; exit $$code
 
-# What a split changes, measured: docs/splits.md
 splits: .venv/.done
 	PYTHONPATH=tests $(BIN)/python -m splits docs/splits.md
 

@@ -22,11 +22,15 @@ PEAK_BF16_TFLOPS = (
     ("H800", 989.4), ("H20", 148.0), ("B200", 2250.0), ("GB200", 2500.0), ("A100", 312.0), ("A800", 312.0),
     ("L40S", 362.0),
 )
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 _chosen: torch.device | None = None
 
 
-def choose(name: str = "auto") -> torch.device:
+def choose(name: str = "auto", deterministic: bool = False) -> torch.device:
     """Decide the device of this process: "auto" takes CUDA where there is one. LOCAL_RANK names the GPU.
+
+    deterministic: only kernels that give the same bits every time; torch raises where it has none. What the environment
+    already says about cuBLAS, NCCL or transformer-engine stays.
 
     Raises:
         RuntimeError: "cuda" on a machine without a usable GPU, or a LOCAL_RANK without a GPU of its own.
@@ -34,6 +38,10 @@ def choose(name: str = "auto") -> torch.device:
     global _chosen
     if name not in CHOICES:
         raise ValueError(f"run.device={name!r}: one of {', '.join(CHOICES)}")
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        for variable, value in DETERMINISTIC.items():  # read when the device is first used
+            os.environ.setdefault(variable, value)
     if name == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"run.device is cuda, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and check "

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     from rlhf_megatron import devices
 
-    devices.choose(config.run.device)
+    devices.choose(config.run.device, config.run.deterministic)
     if rank == 0:
         print(f"device {devices.device()}, backend {devices.backend()}, dtype {config.run.dtype}, ranks {ranks}, "
               f"transport {config.cluster.transport}", flush=True)

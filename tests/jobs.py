@@ -92,7 +92,7 @@ def run_loop(
 
     def main() -> int:
         config = train.read_config(train.parse_arguments([str(a) for a in arguments]), ranks)
-        devices.choose(config.run.device)
+        devices.choose(config.run.device, config.run.deterministic)
         roles = train.roles_of(config) | (workers or {})
         folder = Path(config.run.folder) / config.run.name
         return transport(config.cluster.transport).run(

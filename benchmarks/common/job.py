@@ -119,7 +119,7 @@ def run(
             if rank == 0:
                 print(f"refused\n{error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
-        devices.choose(config.run.device)
+        devices.choose(config.run.device, config.run.deterministic)
         from rlhf_megatron.controller.transports import transport
 
         found: list[dict[str, Any]] = []

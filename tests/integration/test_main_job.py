@@ -11,6 +11,7 @@ from jobs import arguments, metrics, run_job, run_loop, succeeded
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.observe import timeline
 from rlhf_megatron.train import loop as train_loop
+from rlhf_megatron.workers.actor import ActorWorker
 
 # placement -> (ranks, overrides)
 PLACEMENTS = {
@@ -132,8 +133,6 @@ def test_generation_weights_are_bit_equal_after_every_reshard_and_new_weights_ar
 
 @pytest.mark.timeout(240)
 def test_stale_generation_weights_raise_the_gap_and_warn(demo, tmp_path):
-    from rlhf_megatron.workers.actor import ActorWorker
-
     class StaleActor(ActorWorker):
         """Enters generation without resharding after the first step."""
 
@@ -162,8 +161,6 @@ def test_stale_generation_weights_raise_the_gap_and_warn(demo, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_first_step_is_checked_against_its_known_answers(demo, tmp_path, ranks):
     """A run whose update scores at another temperature, and whose reference holds other weights, is warned about."""
-    from rlhf_megatron.workers.actor import ActorWorker
-    from rlhf_megatron.workers.reference import ReferenceWorker
 
     class Warmer(ActorWorker):
         def update(self, batch):
@@ -280,6 +277,23 @@ def test_a_run_with_everything_offloaded_is_the_same_to_the_bit(demo, tmp_path):
     assert len(written) > 4
     for path in written:
         assert path.read_bytes() == (away / path.relative_to(here)).read_bytes(), path
+
+
+@pytest.mark.timeout(240)
+def test_a_deterministic_run_gives_the_same_bits_twice(demo, tmp_path):
+    class Checked(ActorWorker):
+        def update(self, batch):
+            assert torch.are_deterministic_algorithms_enabled() and self.engine.model.config.deterministic_mode
+            return super().update(batch)
+
+    given = ["{all}.tp=1", "{all}.pp=2", "actor.packing=true", "run.deterministic=true", "trainer.save_hf=end",
+             "trainer.steps=2"]
+    for name in ("one", "two"):
+        succeeded(run_loop(arguments(demo, tmp_path, name, *given), 2, train_loop, workers={"actor": Checked}))
+    for one, two in zip(metrics(tmp_path, "one"), metrics(tmp_path, "two"), strict=True):
+        assert all(one[key] == two[key] for key in one if not key.startswith(("timing/", "perf/")))
+    (weights,) = (tmp_path / "one" / "hf" / "final").glob("*.safetensors")
+    assert weights.read_bytes() == (tmp_path / "two" / "hf" / "final" / weights.name).read_bytes()
 
 
 @pytest.mark.timeout(240)
