@@ -288,14 +288,15 @@ class MegatronEngine:
     def _batcher(self, batch: DataProto, reads: tuple[str, ...] = (), valid_only: bool = False) -> Batcher:
         """The replica's micro-batches: as many on every replica, those that have no rows weighing nothing."""
         batcher = Batcher(batch, self.cut, self.spec.vocab_size, reads, valid_only=valid_only, device=devices.device())
-        count = batcher.plan()
+        count = own = batcher.plan()
         if self.layout.dp > 1:
             most = torch.tensor(count, device=devices.device())
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.groups.dp)
             count = int(most)
         if self.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
             count = -(-count // self.layout.pp) * self.layout.pp
-        batcher.plan(count)
+        if count != own:
+            batcher.plan(count)
         return batcher
 
     def _schedule(

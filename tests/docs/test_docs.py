@@ -35,7 +35,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Every command of a bash block, without its comment."""
-    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    lines = [line for page in PAGES for block in blocks(page, "bash")
+             for line in block.replace("\\\n", " ").splitlines()]
     found = [shlex.join(shlex.split(line, comments=True)) for line in lines]
     return sorted({line for line in found if line})
 

@@ -12,6 +12,7 @@ from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.observe import timeline
 from rlhf_megatron.train import loop as train_loop
 from rlhf_megatron.workers.actor import ActorWorker
+from rlhf_megatron.workers.reference import ReferenceWorker
 
 # placement -> (ranks, overrides)
 PLACEMENTS = {
