@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -47,10 +48,11 @@ def settings(config: Any, built: Iterable[str]) -> dict[str, Any]:
     """What the figures were measured with; `built`: the roles that were there."""
     roles = {}
     for role in built:
-        own = getattr(config, role)
-        roles[role] = {"tp": own.parallel.tp, "pp": own.parallel.pp, "sp": own.parallel.sp,
-                       "micro_batch_size": own.micro_batch_size, "recompute": getattr(own, "recompute", "none")}
-    return {"algorithm": config.algorithm.name, "dtype": config.run.dtype, "roles": roles}
+        own = dataclasses.asdict(getattr(config, role))
+        # paths say nothing elsewhere, and how the optimizer is set does not change what a step costs
+        roles[role] = own.pop("parallel") | {k: v for k, v in own.items() if k not in ("model", "pool", "optimizer")}
+    return {"algorithm": config.algorithm.name, "dtype": config.run.dtype, "deterministic": config.run.deterministic,
+            "roles": roles}
 
 
 def rates(

@@ -217,9 +217,12 @@ def _batches(config: Config, ranks: int) -> Iterator[Violation]:
         share = copy_ranks(settings.parallel)
         if role == "reference" or not size or (size % share and size > 1):
             continue  # no updates there, or said by _pools
-        if settings.micro_batch_tokens:
-            continue  # rows as they fit
         dp = 1 if size == 1 else data_parallel(size, settings.parallel)
+        if settings.micro_batch_tokens:  # rows as they fit
+            if mini < dp:
+                yield Violation(said, f"{what} are fewer than {role} dp({dp}), so replicas would idle; choose {dp} or "
+                                "more, or let more ranks share a copy")
+            continue
         unit = dp * settings.micro_batch_size
         if mini % unit:
             yield Violation(said, f"{what} are not a multiple of {role} dp({dp}) x micro_batch_size"

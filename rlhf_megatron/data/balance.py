@@ -1,4 +1,4 @@
-"""Rows to parts of equal cost: replicas of a layout, or micro-batches.
+"""Rows to parts of equal cost and equal number: what each replica of a layout gets.
 
 First longest-processing-time-first (Graham 1969, https://doi.org/10.1137/0117039) with a limit on a part's rows: each
 row, largest first, to the lightest part that may still take one. Then the heaviest part trades one row with a light

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,24 @@ from rlhf_megatron.mcore import cpu_seam
 
 cpu_seam.install()  # before anything of megatron.core is imported
 
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """megatron-core's description of packed sequences, with the lengths on the host too: no layer waits for them."""
+
+    lengths: tuple[int, ...] = ()
+
+
+def packed_rows(lengths: tuple[int, ...], device: torch.device) -> PackedRows:
+    """Of whole sequences, before context parallelism cuts them."""
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+    return PackedRows(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends,
+        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=lengths,
+    )
 
 
 class SDPACoreAttention(MegatronModule):
@@ -24,7 +42,8 @@ class SDPACoreAttention(MegatronModule):
     Packed: [T, heads, head_dim], and every sequence of `packed_seq_params` is attended to by itself, so the work is the
     sum of squares, not the square of the sum.
 
-    Context parallelism gathers keys and values; this rank's queries are chunks r and 2 x cp - 1 - r of every sequence
+    Context parallelism gathers keys and values (a step towards running everything, not a fast one: transformer-engine
+    passes them round); this rank's queries are chunks r and 2 x cp - 1 - r of every sequence
     (see batching.kept_positions).
 
     Raises:
@@ -43,7 +62,7 @@ class SDPACoreAttention(MegatronModule):
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: Any = None,
+        attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedRows | None = None,
     ) -> torch.Tensor:
         """Context [T, B, heads * head_dim], or [T, heads * head_dim] when packed."""
         packed = packed_seq_params is not None
@@ -51,10 +70,10 @@ class SDPACoreAttention(MegatronModule):
             raise ValueError("SDPACoreAttention takes no attention bias, and no mask for packed or context-parallel "
                              "sequences; pad on the right instead")
         lengths = [query.shape[0]]  # of the sequences, as far as this rank holds them
-        if packed:
+        if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             cp = 1 if self.cp_group is None else self.cp_group.size()
-            lengths = [length // cp for length in packed_seq_params.cu_seqlens_q.diff().tolist()]
+            lengths = [length // cp for length in packed_seq_params.lengths]
         if self.cp_group is not None:
             parts = self._context_parallel(query, key, value, lengths)
         elif len(lengths) == 1:
@@ -97,7 +116,8 @@ class SDPACoreAttention(MegatronModule):
             k, v = (torch.cat([*x[:, early], *x[:, late].flip(0)]) for x in (keys, values))
             for part, index in ((early, rank), (late, 2 * cp - 1 - rank)):
                 end = (index + 1) * chunk
-                parts.append(self._attend(query[part], k[:end], v[:end], _causal(chunk, end, query.device)))
+                allowed = _causal(chunk, end, query.device) if index else None
+                parts.append(self._attend(query[part], k[:end], v[:end], allowed))
             first += length
         return parts
 
@@ -117,12 +137,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.stack(parts)
+        everyone = x.new_empty(group.size(), *x.shape)
+        dist.all_gather(list(everyone.unbind()), x.contiguous(), group=group)
+        return everyone
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradients[0].contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient[ctx.group.rank()].contiguous(), None
+        parts = [part.contiguous() for part in gradients[0].unbind()]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=ctx.group)
+        return own, None

@@ -60,8 +60,9 @@ class MicroBatch:
     Of the T tokens a context-parallel rank holds T / cp, and of the N scored ones n; without cp n is N.
 
     input_ids, position_ids: [b, T / cp] int64.
-    cu_seqlens: packed, [sequences + 1] int32: where each begins in the T tokens, and the end. Otherwise None.
-    longest: the longest sequence's tokens.
+    lengths: packed, tokens of each of the sequences that make up the T; otherwise None.
+    Where the model has no head, n and N are 0 and there are no fields.
+
     hidden_index: [n] positions of the scored tokens in hidden states [T / cp, b, H] seen as [T / cp * b, H].
     here: [n] which of the N they are; None: all.
     targets: [n] the tokens themselves.
@@ -73,8 +74,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-    longest: int
+    lengths: tuple[int, ...] | None
     hidden_index: torch.Tensor
     here: torch.Tensor | None
     targets: torch.Tensor
@@ -98,9 +98,10 @@ class Batcher:
         vocab_size: token ids must be below it.
         reads: response fields wanted as [rows, R] views.
         valid_only: score only the tokens whose `response_mask` is True (if the batch has one): nothing else is used.
+        scored: False on ranks without the head: inputs only.
         device: where the tensors go.
 
-    Call `plan` before anything is read.
+    Call `plan` before anything is read. Micro-batches are made when they are asked for.
 
     Raises:
         ValueError: a field that is missing or not ragged over the response, a row without a prompt, or a token id
@@ -108,9 +109,9 @@ class Batcher:
     """
 
     def __init__(self, batch: DataProto, cut: Cut, vocab_size: int, reads: Sequence[str] = (), *,
-                 valid_only: bool = False, device: torch.device | str = "cpu") -> None:
+                 valid_only: bool = False, scored: bool = True, device: torch.device | str = "cpu") -> None:
         batch.require(("prompts", "responses", *(name for name in reads if name != MASK)), "a micro-batch")
-        self.cut, self.device = cut, device
+        self.cut, self.scored, self.device = cut, scored, device
         self.fields = {name: batch[name] for name in reads if name != MASK}
         if MASK in batch.tensors:
             self.fields[MASK] = batch[MASK]
@@ -119,9 +120,9 @@ class Batcher:
         self.prompt_lengths, self.lengths = self.prompts.lengths.cpu(), self.responses.lengths.cpu()
         self.totals = self.prompt_lengths + self.lengths
         self._prompt_tokens, self._response_tokens = self.prompts.values.cpu(), self.responses.values.cpu()
-        self._values = {name: field.values.cpu() for name, field in self.fields.items()}
-        self._valid = self._values[MASK].bool() if valid_only and MASK in self.fields else None
-        self.micro_batches: list[MicroBatch] = []
+        self._values = {name: field.values.cpu() for name, field in self.fields.items()} if scored else {}
+        self._valid = self._values[MASK].bool() if valid_only and MASK in self._values else None
+        self._starts = _starts(self.prompt_lengths), _starts(self.lengths)
 
     def plan(self, count: int = 1) -> int:
         """Form the micro-batches, at least `count`, so that a replica with few rows or none takes part -> how many."""
@@ -133,23 +134,17 @@ class Batcher:
                 self.cut.linear, self.cut.quadratic)
         else:
             self.groups = packing.by_rows(lengths, self.cut.rows, count)
-        self.micro_batches = []
         return len(self.groups)
 
     def shapes(self) -> list[tuple[int, int]]:
         """[b, T] of every micro-batch, before context parallelism cuts it."""
-        cp = self.cut.cp
-        return [(micro.input_ids.shape[0], micro.input_ids.shape[1] * cp) for micro in self]
+        return [(1 if self.cut.packed else max(len(rows), 1), sum(self._sequences(rows))) for rows in self.groups]
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        if len(self.micro_batches) != len(self.groups):
-            starts = _starts(self.prompt_lengths), _starts(self.lengths)
-            self.micro_batches = [self._micro_batch(torch.tensor(rows, dtype=torch.int64), *starts)
-                                  for rows in self.groups]
-        return iter(self.micro_batches)
+        return (self._micro_batch(rows) for rows in self.groups)
 
     def ragged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ragged:
         """(places, values) of all micro-batches -> one response field, in the order of the batch's rows, on the CPU."""
@@ -158,24 +153,31 @@ class Batcher:
             out[places] = values.float().cpu()
         return Ragged(out, self.lengths)
 
-    def _micro_batch(self, rows: torch.Tensor, prompt_starts: torch.Tensor, starts: torch.Tensor) -> MicroBatch:
-        cut, lengths, prompt_lengths = self.cut, self.lengths[rows], self.prompt_lengths[rows]
+    def _sequences(self, rows: Sequence[int]) -> list[int]:
+        """Lengths of the sequences that T is made of: of the packed rows, or the one that padded rows have."""
+        totals = [int(self.totals[row]) for row in rows]
+        if not self.cut.packed:
+            return [_up(max(totals, default=1), self.cut.multiple)]
+        held = [_up(total, self.cut.sequence_multiple) for total in totals]
+        tail = _up(max(sum(held), 1), self.cut.multiple) - sum(held)
+        return held + ([tail] if tail else [])  # a sequence of padding fills the micro-batch up to its multiple
+
+    def _micro_batch(self, group: Sequence[int]) -> MicroBatch:
+        cut, rows, held = self.cut, torch.tensor(group, dtype=torch.int64), self._sequences(group)
+        lengths, prompt_lengths, (prompt_starts, starts) = self.lengths[rows], self.prompt_lengths[rows], self._starts
         if cut.packed:
-            held = [_up(total, cut.sequence_multiple) for total in self.totals[rows].tolist()]
-            tail = _up(max(sum(held), 1), cut.multiple) - sum(held)
-            held += [tail] if tail else []  # a sequence of padding fills the micro-batch up to its multiple
-            begins = _starts(torch.tensor(held))
-            ids, positions = torch.zeros(1, sum(held), dtype=torch.int64), _counting(torch.tensor(held))[None]
-            b, offset = 1, begins[: len(rows)]
+            b, offset = 1, _starts(torch.tensor(held))[: len(rows)]
         else:
-            held = [_up(int(self.totals[rows].max()) if len(rows) else 1, cut.multiple)]
             b, offset = max(len(rows), 1), torch.arange(len(rows)) * held[0]
-            ids, positions = torch.zeros(b, held[0], dtype=torch.int64), torch.arange(held[0]).expand(b, held[0])
+        ids, positions = torch.zeros(b, sum(held), dtype=torch.int64), _counting(torch.tensor(held)).expand(b, -1)
         flat = ids.view(-1)
-        for i, row in enumerate(rows.tolist()):
+        for i, row in enumerate(group):
             p, r, at = int(prompt_lengths[i]), int(lengths[i]), int(offset[i])
             flat[at : at + p] = self._prompt_tokens[prompt_starts[row] : prompt_starts[row] + p]
             flat[at + p : at + p + r] = self._response_tokens[starts[row] : starts[row] + r]
+        if not self.scored:
+            lengths, starts, prompt_lengths, offset = (x[:0] for x in (lengths, starts, prompt_lengths, offset))
+            rows = rows[:0]
 
         width = max(int(lengths.max()) if len(rows) else 0, 1)
         row_of, t = torch.arange(len(rows)).repeat_interleave(lengths), _counting(lengths)
@@ -194,14 +196,13 @@ class Batcher:
             here = (column >= 0).nonzero()[:, 0]
             row_of, column, targets = row_of[here], column[here], targets[here]
         hidden_index = column if cut.packed else column * b + row_of
-        ends = torch.tensor([0, *held]).cumsum(0, dtype=torch.int32) if cut.packed else None
         to = self.device
         return MicroBatch(
             input_ids=ids.contiguous().to(to), position_ids=positions.contiguous().to(to),
-            cu_seqlens=None if ends is None else ends.to(to), longest=max(held),
+            lengths=tuple(held) if cut.packed else None,
             hidden_index=hidden_index.to(to), here=None if here is None else here.to(to), targets=targets.to(to),
             slots=slots.to(to), places=places, fields={name: view.to(to) for name, view in fields.items()},
-            rows=len(rows),
+            rows=len(group),
         )
 
     def _fields(self, slots: torch.Tensor, places: torch.Tensor, rows: int, width: int) -> dict[str, torch.Tensor]:

@@ -182,7 +182,7 @@ def load(engine: MegatronEngine, directory: str | Path) -> None:
     with _together("read the checkpoint", CheckpointRefused):
         saved, now = _read_description(folder), _description(engine)
         _compare(saved, now, folder)
-        same_layout = saved["layout"] == now["layout"]
+        same_layout = {"vpp": 1, "layers": []} | saved["layout"] == now["layout"]  # older ones do not name these
         if same_layout and not streams.is_file():
             raise CheckpointRefused(f"{folder} has no {streams.name}: the checkpoint is incomplete")
         check_files(folder / "state")

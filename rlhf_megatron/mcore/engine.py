@@ -28,11 +28,11 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 from rlhf_megatron.mcore import checkpoint, groups  # noqa: E402
 from rlhf_megatron.mcore import optimizer as optimizers  # noqa: E402
+from rlhf_megatron.mcore.attention import packed_rows  # noqa: E402
 from rlhf_megatron.mcore.batching import Batcher, Cut, MicroBatch  # noqa: E402
 from rlhf_megatron.mcore.context_parallel import whole  # noqa: E402
 from rlhf_megatron.mcore.logprobs import vocab_parallel_log_probs  # noqa: E402
@@ -109,7 +109,7 @@ class MegatronEngine:
         self.skipped_steps = 0
         self.keep_gradients = False
         self._gradients: dict[str, torch.Tensor] | None = None
-        self.groups = groups.build_groups(layout)
+        self.groups = groups.build_groups(layout, seed)
         self.coordinates = layout.coordinates(torch.distributed.get_rank())
         self.is_output = self.coordinates.pp == layout.pp - 1 and self.coordinates.tp == self.coordinates.cp == 0
         flops = forward_flops(spec, head)
@@ -126,7 +126,10 @@ class MegatronEngine:
 
     @needs("parameters")
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's parameters under their MegatronLayout names: the storage that is trained, not copies."""
+        """The model's parameters under their MegatronLayout names: the storage that is trained, not copies.
+
+        With `overlap`, what other replicas updated arrives with the next forward, or with the next call of this.
+        """
         self._gather_parameters()
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
@@ -190,6 +193,7 @@ class MegatronEngine:
         with self._entered():
             for chunk in self.ddp:
                 chunk.zero_grad_buffer()
+                chunk.force_all_reduce = self.keep_gradients  # asked when an overlapped reduction starts in backward
             self.optimizer.zero_grad()
             self._train_mode(True)
             reports = self._schedule(
@@ -287,7 +291,8 @@ class MegatronEngine:
 
     def _batcher(self, batch: DataProto, reads: tuple[str, ...] = (), valid_only: bool = False) -> Batcher:
         """The replica's micro-batches: as many on every replica, those that have no rows weighing nothing."""
-        batcher = Batcher(batch, self.cut, self.spec.vocab_size, reads, valid_only=valid_only, device=devices.device())
+        batcher = Batcher(batch, self.cut, self.spec.vocab_size, reads, valid_only=valid_only,
+                          scored=self.model.post_process, device=devices.device())
         count = own = batcher.plan()
         if self.layout.dp > 1:
             most = torch.tensor(count, device=devices.device())
@@ -307,13 +312,14 @@ class MegatronEngine:
         def step(micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(micro_batches)
             # right-padded and causal, or packed: no mask is needed
-            hidden = model(micro.input_ids, micro.position_ids, None, packed_seq_params=_packed(micro))
+            packed = None if micro.lengths is None else packed_rows(micro.lengths, micro.input_ids.device)
+            hidden = model(micro.input_ids, micro.position_ids, None, packed_seq_params=packed)
             return hidden, lambda output, non_loss_data=False: last(micro, output)
 
         interleaved = self.layout.vpp > 1
         if self._p2p is not None:
-            held = self.layout.cp * self.cut.sequence_parallel  # ranks that share the positions of a sequence
-            shapes = [(t // held, b, self.spec.hidden_size) for b, t in batcher.shapes()]
+            ranks = self.layout.cp * self.cut.sequence_parallel  # that share the positions of a sequence
+            shapes = [(t // ranks, b, self.spec.hidden_size) for b, t in batcher.shapes()]
             self._p2p.expect(shapes, self.layout.vpp, self.layout.pp if interleaved else None)
         run = get_forward_backward_func(pp_size=self.layout.pp, vp_size=self.layout.vpp if interleaved else None)
         results = run(
@@ -391,13 +397,3 @@ class MegatronEngine:
         if self.coordinates.dp == 0:  # counted once, not once per replica
             metrics["skipped"] = Sum(0 if applied else 1)
         return metrics
-
-
-def _packed(micro: MicroBatch) -> PackedSeqParams | None:
-    ends = micro.cu_seqlens
-    if ends is None:
-        return None
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends,
-        max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest,
-    )

@@ -79,7 +79,8 @@ def transformer_config(
             # wants a dispatcher of experts named even where there are none.
             "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall",
             # Interleaved chunks with batched messages wait for each other in another order on gloo, silently.
-            "batch_p2p_comm": layout.vpp == 1, "overlap_p2p_comm": layout.vpp > 1, "batch_p2p_sync": False,
+            "batch_p2p_comm": layout.vpp == 1, "overlap_p2p_comm": layout.vpp > 1,
+            "batch_p2p_sync": False,  # guards against a race of batched messages in torch before 2.0
         }
     return TransformerConfig(
         num_layers=spec.num_layers, hidden_size=spec.hidden_size, ffn_hidden_size=spec.ffn_hidden_size,

@@ -50,4 +50,8 @@ class KnownShapes(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Any, Any]:
         nothing = (0, 0, 0)
-        return (next(self._forward) if recv_prev else nothing, next(self._backward) if recv_next else nothing)
+        try:
+            return (next(self._forward) if recv_prev else nothing, next(self._backward) if recv_next else nothing)
+        except StopIteration:
+            raise RuntimeError("the pipeline receives more messages than its schedule has micro-batches: this "
+                               "megatron-core orders them in another way; revise mcore/pipeline.py for it") from None

@@ -64,7 +64,6 @@ class Residency:
         The maximum over the replica's ranks, of which the loop hears only one. Collective over `group` (None: this
         rank alone); all its ranks have run the same phases.
         """
-        self._keep("perf/memory_peak_mb", devices.memory_peak_mb())
         self._end()
         names = sorted(self._measured)
         values = torch.tensor([self._measured[name] for name in names], dtype=torch.float64, device=devices.device())

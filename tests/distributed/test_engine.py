@@ -39,11 +39,11 @@ class NoGraphLoss:
 # ---- training: every layout against one rank ----
 
 
-def _train(rank, tp, pp, name, micro, batch, tied=False, dtype="float32", **more):
+def _train(rank, degrees, name, micro, batch, tied=False, dtype="float32", **more):
     """Gradients and weights of one SGD update at lr 1, and losses, norms and weights of three Adam updates."""
     head, loss, _ = LOSSES[name]
     spec = tiny_spec(tied=tied)
-    layout = ParallelLayout.build(dist.get_world_size(), tp, pp)
+    layout = ParallelLayout.build(dist.get_world_size(), **degrees)
     result = {}
     sgd = settings(name="sgd", lr=1.0, clip_grad=0.0)
     engine, where = make_engine(spec, layout, head, micro, sgd, dtype=dtype, **more)
@@ -60,12 +60,12 @@ def _train(rank, tp, pp, name, micro, batch, tied=False, dtype="float32", **more
     return result
 
 
-def _trained(ranks, tp, pp, name, micro, tied=False, **more):
+def _trained(ranks, degrees, name, micro, tied=False, **more):
     """`_train` on that many ranks, put together to canonical tensors."""
     train = partial(_train, tied=tied, **more)
-    results = run_ranks(ranks, train, tp, pp, name, micro, rollout(name, tied))
+    results = run_ranks(ranks, train, degrees, name, micro, rollout(name, tied))
     spec = tiny_spec(tied=tied)
-    where = MegatronLayout(spec, ParallelLayout.build(len(results), tp, pp), head=LOSSES[name][0])
+    where = MegatronLayout(spec, ParallelLayout.build(len(results), **degrees), head=LOSSES[name][0])
     out = {kind: join(where, [r[kind] for r in results], 1e-5) for kind in ("gradients", "sgd", "adam")}
     out["norms"] = results[0]["norms"]
     assert all(r["norms"] == out["norms"] for r in results), "ranks disagree about the norm"
@@ -80,7 +80,7 @@ _REFERENCE: dict = {}
 def reference(name, tied=False):
     """The same on one rank, all rows in one micro-batch."""
     if (name, tied) not in _REFERENCE:
-        _REFERENCE[name, tied] = _trained(1, 1, 1, name, 8, tied)
+        _REFERENCE[name, tied] = _trained(1, {}, name, 8, tied)
     return _REFERENCE[name, tied]
 
 
@@ -95,25 +95,30 @@ def assert_same(ours, exact):
     assert ours["norms"] == pytest.approx(exact["norms"], rel=1e-3)  # Adam enlarges rounding of tiny gradients
 
 
-SPLITS = [(1, 1, 1, 3), (2, 2, 1, 1), (2, 1, 2, 3), (2, 1, 1, 2), (4, 1, 4, 2), (8, 2, 2, 2)]  # ranks, tp, pp, rows
+SPLITS = [  # ranks, degrees, rows of a micro-batch, options; the split of the gradients alone is in test_splits.py
+    (1, {}, 3, {}), (2, {"tp": 2}, 1, {}), (2, {}, 2, {"overlap": True, "packing": True}), (4, {"pp": 4}, 2, {}),
+    (4, {"pp": 2, "cp": 2, "vpp": 2}, 3, {"packing": True}), (8, {"tp": 2, "pp": 2}, 2, {"sequence_parallel": True}),
+    (4, {"tp": 2, "cp": 2}, 1, {"sequence_parallel": True, "tokens": 28, "packing": True, "overlap": True}),
+]
 
 
-@pytest.mark.parametrize(("ranks", "tp", "pp", "micro"), SPLITS)
+@pytest.mark.parametrize(("ranks", "degrees", "micro", "options"), SPLITS)
 @pytest.mark.parametrize("name", ["ppo actor", "ppo critic", "grpo"])
-def test_training_equals_one_rank(ranks, tp, pp, micro, name):
-    assert_same(_trained(ranks, tp, pp, name, micro), reference(name))
+def test_training_equals_one_rank(ranks, degrees, micro, options, name):
+    assert_same(_trained(ranks, degrees, name, micro, **options), reference(name))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(("ranks", "tp", "pp", "sp"), [(1, 1, 1, False), (2, 1, 2, False), (4, 2, 2, True)])
 def test_recomputed_activations(ranks, tp, pp, sp, recompute):
-    assert_same(_trained(ranks, tp, pp, "grpo", 2, sequence_parallel=sp, recompute=recompute), reference("grpo"))
+    degrees = {"tp": tp, "pp": pp}
+    assert_same(_trained(ranks, degrees, "grpo", 2, sequence_parallel=sp, recompute=recompute), reference("grpo"))
 
 
 def test_bf16_trains_under_every_layout():
     """bf16 rounds differently under another layout, so only the first norm is comparable, and that roughly."""
-    one = run_ranks(1, _train, 1, 1, "linear", 4, rollout("linear"), False, "bfloat16")
-    split = run_ranks(4, _train, 2, 1, "linear", 2, rollout("linear"), False, "bfloat16")
+    one = run_ranks(1, _train, {}, "linear", 4, rollout("linear"), False, "bfloat16")
+    split = run_ranks(4, _train, {"tp": 2}, "linear", 2, rollout("linear"), False, "bfloat16")
     assert split[0]["norms"][0] == pytest.approx(one[0]["norms"][0], rel=0.02)
     assert one[0]["norms"][0] == pytest.approx(reference("linear")["norms"][0], rel=0.02)
 

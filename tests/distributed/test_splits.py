@@ -3,6 +3,8 @@
 docs/splits.md has the measured differences.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from engines import LinearLoss, example_batch, make_engine, my_rows
 from ranks import run_ranks
 from rlhf_megatron.layouts.mcore import MegatronLayout
 from rlhf_megatron.layouts.spec import ParallelLayout
+from rlhf_megatron.mcore import engine as engine_module
 from splits import BATCHINGS, SPLITS, differences, exact, updates
 from tiny import join, read_out, relative, settings, tiny_spec
 
@@ -76,6 +79,32 @@ def test_overlap_changes_no_bit(ranks, degrees, tied, dtype):
             assert weights.keys() == plain_weights.keys()
             assert all(torch.equal(tensor, plain_weights[name]) for name, tensor in weights.items())
     assert any(scores is not None for per_rank in plain for scores, _ in per_rank)
+
+
+def _kept(rank, overlap, bucket_size):
+    """Gradients of three updates, and the weights after them, in buckets of that size."""
+    if bucket_size:
+        config = engine_module.DistributedDataParallelConfig  # in this forked rank only
+        engine_module.DistributedDataParallelConfig = partial(config, bucket_size=bucket_size)
+    engine, _ = make_engine(tiny_spec(), ParallelLayout.build(2), micro=1, optimizer=settings(clip_grad=0.0),
+                            overlap=overlap)
+    engine.keep_gradients, found = True, []
+    for seed in range(3):
+        engine.train_step(my_rows(example_batch(seed=seed), engine), LinearLoss())
+        found.append(engine.gradients())
+    weights = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    return [*found, weights], len(engine.ddp[0].buffers[0].buckets)
+
+
+@pytest.mark.parametrize("bucket_size", [None, 700])
+def test_gradients_are_whole_however_they_are_reduced(bucket_size):
+    """Many buckets are reduced one by one, while backward goes on; of the sums over them only the norm's order differs,
+    which clipping would show in the last bits."""
+    plain, overlapped = run_ranks(2, _kept, False, None), run_ranks(2, _kept, True, bucket_size)
+    for (exact_tensors, _), (tensors, buckets) in zip(plain, overlapped, strict=True):
+        assert (buckets > 5) == bool(bucket_size)
+        for one, other in zip(exact_tensors, tensors, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def _tied_copies(rank, layout, dtype, overlap):

@@ -68,7 +68,7 @@ def test_every_response_token_is_scored_once_by_the_position_before_it(cut, pack
 
 def test_packed_rows_lie_one_behind_the_other_and_count_their_own_positions():
     (micro,) = planned(batch_of(LENGTHS), rows=4, packed=True)
-    assert micro.cu_seqlens.tolist() == [0, 5, 7, 10, 14] and micro.longest == 5
+    assert micro.lengths == (5, 2, 3, 4)
     assert micro.input_ids.tolist() == [[10, 11, 15, 16, 17, 20, 25, 30, 31, 32, 40, 41, 45, 46]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 0, 1, 2, 3]]
 
@@ -77,13 +77,13 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence
     assert kept_positions([8, 4], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert kept_positions([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
     (micro,) = planned(batch_of(LENGTHS), rows=4, packed=True, cp=2, cp_rank=1)
-    assert micro.cu_seqlens.tolist() == [0, 8, 12, 16, 20]  # of the whole sequences, padded to 4
+    assert micro.lengths == (8, 4, 4, 4)  # of the whole sequences, padded to 4
     assert micro.input_ids.tolist() == [[15, 16, 17, 0, 25, 0, 31, 32, 41, 45]]
 
 
 def test_a_packed_micro_batch_is_filled_up_to_its_multiple_by_a_sequence_of_its_own():
     (micro,) = planned(batch_of([(2, 3), (1, 1)]), rows=2, packed=True, sequence_parallel=4)
-    assert micro.cu_seqlens.tolist() == [0, 5, 7, 8]
+    assert micro.lengths == (5, 2, 1)
 
 
 def test_outputs_come_back_in_the_order_of_the_rows():
@@ -116,6 +116,17 @@ def test_short_rows_are_not_padded_to_the_longest_of_the_call():
     assert [m.input_ids.shape[1] for m in planned(batch, 2)] == [5, 4]
     assert planned(batch, 2).shapes() == [(2, 5), (2, 4)]
     assert planned(batch, 2, cp=2).shapes() == [(2, 8), (2, 4)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_stages_without_the_head_get_the_same_inputs_and_nothing_else(packed):
+    batch = batch_of(LENGTHS, weight=torch.arange(6.0))
+    whole = planned(batch, 3, reads=("weight",), packed=packed, sequence_parallel=2)
+    inputs = Batcher(batch, whole.cut, 100, ("weight",), valid_only=True, scored=False)
+    assert inputs.plan() == len(whole) and inputs.shapes() == whole.shapes()
+    for one, other in zip(inputs, whole, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.position_ids, other.position_ids)
+        assert one.lengths == other.lengths and one.rows == other.rows and len(one.slots) == len(one.targets) == 0
 
 
 def test_what_cannot_be_scored_is_named():

@@ -124,6 +124,8 @@ def test_pools(make: Make) -> None:
     (["actor.parallel.layers=[3, 2]"], "layers [3, 2] sum to 5, but num_hidden_layers is 4; change a stage"),
     (["actor.parallel={pp: 2, vpp: 3}"], "num_hidden_layers(4) is not a multiple of pp(2) x vpp(3) = 6; choose pp x"),
     (["actor.parallel.cp=3"], "tp(2) x pp(2) x cp(3) does not divide pool size(8)"),
+    (["actor.micro_batch_tokens=4096", "trainer.mini_batch_size=1"],
+     "are fewer than actor dp(2), so replicas would idle; choose 2 or more, or let more ranks share a copy"),
     (["actor.micro_batch_tokens=100"], "actor.micro_batch_tokens: 100 cannot hold the longest row: max_prompt"),
     (["generation.stop=['']"], "generation.stop: holds an empty text"),
     (["data.shots=[q, a, q]"], "data.shots: has 3 texts; it lists question, answer"),
