@@ -59,7 +59,7 @@ def _logits(rank, folder, tp, pp, micro, tokens):
 
     with engine._entered(), torch.no_grad():
         engine._schedule(engine._batcher(batch), last, forward_only=True)
-    return [found[i] for i in range(len(tokens))] if engine.is_last_stage else None
+    return [found[i] for i in range(len(tokens))] if engine.model.post_process else None
 
 
 def worst_difference(folder, ranks, tp, pp, micro, tokens):
