@@ -133,6 +133,7 @@ def _child(rank: int, ranks: int, port: int, out: int, main: Callable[[], int]) 
     code = 1
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; a job in the background ignores it
         os.dup2(out, 1)
         os.dup2(out, 2)
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
